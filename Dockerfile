@@ -2,7 +2,7 @@
 FROM python:3.12-slim-bookworm
 ARG SET=cpu
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends g++ git libaio-dev \
+    && apt-get install -y --no-install-recommends g++ git \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 outcore \
     && install -d -o outcore /opt/outcore /work

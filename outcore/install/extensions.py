@@ -2,7 +2,7 @@
 
 They are cached in the environment (`<prefix>/torch_extensions`), where DeepSpeed finds them through its own
 TORCH_EXTENSIONS_DIR; a key beside each says which Python, torch, DeepSpeed and CPU it was built for. Each is built by a
-child of the environment's interpreter: about 20 s per source file of torch headers, 4-5 min in all on two cores."""
+child of the environment's interpreter: about 20 s per source file of torch headers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import sys
-import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +36,6 @@ class Extension:
     builder: str
     """Class name of its builder, which the accelerator resolves."""
     what_for: str
-    required: bool
 
 
 @dataclass(frozen=True)
@@ -49,16 +47,13 @@ class BuildResult:
 
 
 def extensions_for(accelerator: str) -> tuple[Extension, ...]:
-    """Extensions that training uses; torch's own AdamW runs on the GPU, so no fused optimizer is among them."""
-    common = (
-        Extension("pin_memory", "PinMemoryBuilder", "locked buffers for NVMe offload", False),
-        Extension("async_io", "AsyncIOBuilder", "DeepSpeed's NVMe offload", False),
-    )
-    adam = Extension("cpu_adam", "CPUAdamBuilder", "the optimizer of RAM and NVMe offload", True)
+    """Extensions that training uses; torch's own AdamW runs on the GPU, so no fused optimizer is among them, and what
+    goes to a drive is moved by outcore."""
+    adam = Extension("cpu_adam", "CPUAdamBuilder", "the optimizer in RAM")
     if accelerator == "cpu":
         # DeepSpeed loads it whenever the CPU accelerator starts its process group: without it nothing trains.
-        return (adam, Extension("deepspeed_shm_comm", "ShareMemCommBuilder", "collectives on the CPU", True), *common)
-    return (adam, *common)
+        return (adam, Extension("deepspeed_shm_comm", "ShareMemCommBuilder", "collectives on the CPU"))
+    return (adam,)
 
 
 def extensions_dir(prefix: str | Path | None = None) -> Path:
@@ -132,41 +127,9 @@ def any_was_built(directory: Path) -> bool:
     return any((directory / extension.name).is_dir() for extension in extensions_for("cpu"))
 
 
-def missing_prerequisite(extension: Extension, accelerator: str) -> str:
-    """Why an extension cannot be built here ('' when it can): its headers or compiler are not there."""
-    if shutil.which("c++") is None and shutil.which("g++") is None:
-        return "no C++ compiler"
-    if extension.name == "async_io":
-        if not has_header("libaio.h"):
-            return "libaio's headers are not installed"
-        if accelerator == "cuda" and find_nvcc() is None:
-            return "nvcc is not installed"
-    return ""
-
-
-def has_header(name: str) -> bool:
-    """Whether the C compiler would find a header in the usual places or in CPATH and friends."""
-    folders = ["/usr/include", "/usr/local/include"]
-    multiarch = sysconfig.get_config_var("MULTIARCH")
-    if multiarch:
-        folders.append(f"/usr/include/{multiarch}")
-    for variable in ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH"):
-        folders += [folder for folder in os.environ.get(variable, "").split(os.pathsep) if folder]
-    folders += re.findall(r"-I\s*(\S+)", os.environ.get("CFLAGS", ""))
-    return any(os.path.exists(os.path.join(folder, name)) for folder in folders)
-
-
-def find_nvcc() -> Path | None:
-    """nvcc where torch looks for it: CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda."""
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
-        home = os.environ.get(variable)
-        if home and (Path(home) / "bin" / "nvcc").exists():
-            return Path(home) / "bin" / "nvcc"
-    on_path = shutil.which("nvcc")
-    if on_path:
-        return Path(on_path)
-    usual = Path("/usr/local/cuda/bin/nvcc")
-    return usual if usual.exists() else None
+def missing_prerequisite() -> str:
+    """Why no extension can be built here ('' when they can)."""
+    return "no C++ compiler" if shutil.which("c++") is None and shutil.which("g++") is None else ""
 
 
 def build_all(
@@ -186,7 +149,7 @@ def build_all(
         if is_built(directory, extension, key):
             results.append(BuildResult(extension.name, True))
             continue
-        reason = missing_prerequisite(extension, accelerator)
+        reason = missing_prerequisite()
         if reason:
             progress.say(f"{extension.name}: not built, {reason}")
             results.append(BuildResult(extension.name, False, reason))

@@ -30,7 +30,7 @@ from outcore.install.progress import InstallProgress
 from outcore.install.requirement_set import NEEDED_BYTES, RequirementSet, choose_set
 from outcore.install.verify.doctor import probe_rows
 from outcore.install.verify.host_checks import configured_offload_path, host_rows, launcher_row, offload_row
-from outcore.install.verify.report import FILE, make_report, print_plain, print_table, write_report
+from outcore.install.verify.report import FILE, make_report, print_table, write_report
 from outcore.install.verify.rows import MISSING, ReportRow
 from outcore.machine import Machine, Runner, detect_machine, drive_of, run_command
 
@@ -244,7 +244,7 @@ class InstallJob:
             try:
                 environ = self._child_environment()
                 self.rows += probe_rows(
-                    environment, chosen, self.repository, environ, offload, self.build_results, self.progress.detail
+                    environment, chosen, self.repository, environ, self.build_results, self.progress.detail
                 )
             finally:
                 self.progress.end(bool(self.rows))
@@ -266,7 +266,8 @@ class InstallJob:
         if self.options.json:
             print(json.dumps(content, indent=2), flush=True)
         else:
-            self._print_table(path)
+            self.progress.say()
+            print_table(self.rows, sys.stdout)
         broken = [row for row in self.rows if not row.holds]
         if broken:
             self.progress.say("\nnot ready: training needs these")
@@ -338,21 +339,6 @@ class InstallJob:
                 f"{format_gb(free)} free on {drive.mount_point}, the {self.chosen.name} set needs {format_gb(needed)}",
                 "free space there, or put the environment on another drive: `python setup.py --venv DIR`",
             )
-
-    def _print_table(self, saved: Path) -> None:
-        """Print by the environment's interpreter when only that one has rich."""
-        self.progress.say()
-        try:
-            import rich  # noqa: F401
-        except ImportError:
-            if self.environment.exists:
-                sys.stdout.flush()
-                command = [str(self.environment.python), "-m", "outcore.install.verify.report", str(saved)]
-                if self._call(command, cwd=self.repository, env=self._child_environment(for_deepspeed=False)) == 0:
-                    return
-            print_plain(self.rows, sys.stdout)
-            return
-        print_table(self.rows, sys.stdout)
 
     def _say_how_to_start(self) -> None:
         prefix = self.environment.prefix

@@ -14,11 +14,11 @@ from outcore.install.requirement_set import NEEDED_BYTES, RequirementSet
 
 WINDOWS_WORDS = """
 Native Windows. What works here: reports and planning (forecasts of performance_test.py), preparing data.
-What does not: DeepSpeed and its NVMe offload (libaio is Linux only), kvikio and GPUDirect Storage (no Windows wheels,
+What does not: DeepSpeed (no build for Windows), kvikio and GPUDirect Storage (no Windows wheels,
 no cuFile), and CUDA (the registry's torch wheels for Windows are CPU only). So there is no training here.
 What does all of it: Ubuntu under WSL2 with the NVIDIA driver of Windows (install none inside WSL2):
   in PowerShell as administrator: wsl --install -d Ubuntu-24.04     then restart
-  inside Ubuntu: sudo apt-get update && sudo apt-get install -y git build-essential python3-venv python3-dev libaio-dev
+  inside Ubuntu: sudo apt-get update && sudo apt-get install -y git build-essential python3-venv python3-dev
   clone this repository inside Ubuntu's own home (not under /mnt/c, which is slow), then: python3 setup.py
 """
 

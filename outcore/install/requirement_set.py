@@ -97,7 +97,7 @@ def _choose(machine: Machine, requested: str) -> tuple[str, str, list[str]]:
         if requested.startswith("cuda"):
             raise InstallError(
                 f"the {requested} set does not exist on native Windows",
-                "its registry wheels of torch are CPU only, and kvikio and libaio are not built for Windows",
+                "its registry wheels of torch are CPU only, and kvikio is not built for Windows",
                 WSL2_HOWTO,
             )
         return "windows", "native Windows: planning and reports only, training needs WSL2", warnings
@@ -106,7 +106,7 @@ def _choose(machine: Machine, requested: str) -> tuple[str, str, list[str]]:
             "this is WSL 1", "it has no GPU and no real kernel", "in PowerShell: `wsl --set-version Ubuntu 2`"
         )
     if machine.os_family != "linux":
-        warnings.append(f"{machine.os_name}: not tested; libaio, GPUDirect Storage and CUDA do not exist here")
+        warnings.append(f"{machine.os_name}: not tested; GPUDirect Storage and CUDA do not exist here")
     if requested == "windows":
         raise InstallError("the windows set is for native Windows", f"this is {machine.os_name}", "leave --set out")
     if requested != "auto":

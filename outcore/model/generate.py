@@ -1,7 +1,7 @@
 """Sample text while training: one whole forward per token, no cache, the same on every rank.
 
 Meant for a short look at what the model says, not for serving: cost grows with the square of the length. Works with
-partitioned weights (ZeRO-3): all ranks call it together, run the same number of forwards and draw the same tokens."""
+partitioned weights (ZeRO-3): all ranks call it together and run the same number of forwards."""
 
 from __future__ import annotations
 
@@ -33,32 +33,26 @@ def generate_tokens(
     input_ids: torch.Tensor,
     max_new_tokens: int,
     *,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    seed: int = 0,
     end_tokens: Collection[int] | None = None,
-    context_length: int | None = None,
 ) -> torch.Tensor:
-    """Continue input_ids [1, T]; returns the new tokens [n], n <= max_new_tokens, up to and with one of `end_tokens`.
+    """Continue input_ids [1, T] by the likeliest token each time; returns the new tokens [n], n <= max_new_tokens, up
+    to and with one of `end_tokens`.
 
-    temperature 0: the likeliest token each time; above: drawn with `seed` on the CPU, from the `top_k` likeliest if
-    given. Only the last `context_length` tokens are looked at (None: `context_length_of` the model). After such a
-    token the forwards go on (ranks must stay in step), their tokens are dropped. The model's training mode and RNG
-    streams are left as they were."""
+    Only the last `context_length_of(model)` tokens are looked at. After an end token the forwards go on (ranks must
+    stay in step), their tokens are dropped. The model's training mode is left as it was."""
     if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
         raise ValueError(
             f"generate_tokens continues one prompt [1, T] of at least one token, got {list(input_ids.shape)}."
         )
-    context_length = context_length_of(model) if context_length is None else context_length
-    if max_new_tokens < 1 or context_length < 1 or temperature < 0 or top_k < 0:
-        raise ValueError("max_new_tokens and context_length must be at least 1, temperature and top_k at least 0.")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
+    context_length = context_length_of(model)
     base, root = unwrap(model), _root(model)
     config = getattr(base, "config", None)
     encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
     device = next(base.parameters()).device
     prompt = input_ids.to(device)
     tokens = torch.full((1, 1), _start_token(config), device=device) if encoder_decoder else prompt
-    generator = torch.Generator().manual_seed(seed)
     new_tokens: list[int] = []
     was_training = base.training
     base.eval()
@@ -67,7 +61,7 @@ def generate_tokens(
             window = tokens[:, -context_length:]
             inputs = {"input_ids": prompt, "decoder_input_ids": window} if encoder_decoder else {"input_ids": window}
             logits = _last_logits(base, root, inputs)
-            new_tokens.append(_choose(logits.float().cpu(), temperature, top_k, generator))
+            new_tokens.append(int(logits.argmax()))
             tokens = torch.cat([tokens, torch.full((1, 1), new_tokens[-1], device=device)], dim=1)
     finally:
         base.train(was_training)
@@ -98,11 +92,3 @@ def _last_logits(base: nn.Module, root: nn.Module, inputs: dict[str, Any]) -> to
     output = root(inputs) if isinstance(root, LossModule) else root(**inputs)
     logits = output if isinstance(output, torch.Tensor) else output.logits
     return logits[0, -1]
-
-
-def _choose(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    if 0 < top_k < logits.numel():
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
-    return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))

@@ -1,19 +1,15 @@
 """The plan against the measurement, term by term, and the whole run projected from what was measured.
 
-The verdict: one word and its reasons, from checks, plan, projection and comparison. Pure.
-
-Against the last test on this machine: the same run, figure by figure; more than a tenth worse is a regression."""
+The verdict: one word and its reasons, from checks, plan and projection. Pure."""
 
 from __future__ import annotations
 
 import datetime
-from pathlib import Path
 from typing import Any
 
-from outcore.common.files import read_object
 from outcore.common.quantities import format_gb
 from outcore.performance.health import measured_steps, median_of
-from outcore.performance.show import SCHEMA_VERSION, Check, ComparedRow, Projection, Regression, Verdict
+from outcore.performance.show import Check, ComparedRow, Projection, Verdict
 from outcore.plan import RATED_WRITES_PER_BYTE
 
 BYTES_LIMIT_PCT, TIME_LIMIT_PCT = 10.0, 20.0
@@ -147,19 +143,6 @@ def _times(total: int, every: int) -> int:
 MOST_RATING_SHARE = 0.05
 """A run that takes more of the drive's rated writes than this is worth a thought."""
 
-WORDS = {
-    "step_s": "seconds per step",
-    "tokens_per_s": "tokens per second",
-    "model_load_s": "seconds to load the model",
-    "engine_init_s": "seconds to make the engine",
-    "first_step_s": "seconds of the first step",
-    "save_s": "seconds to save a checkpoint",
-    "load_s": "seconds to load a checkpoint",
-    "gpu_mem_peak_bytes": "bytes of GPU memory",
-    "ram_rss_bytes": "bytes of resident RAM",
-}
-"""The figures of a run as a person calls them; links have their own names."""
-
 
 def check_space(free_bytes: int, checkpoint_bytes: int, kept: int) -> list[Check]:
     """Whether the drive has room for the checkpoints that a run keeps, and for the one being written."""
@@ -177,7 +160,6 @@ def judge(
     checks: list[Check],
     rows: list[ComparedRow],
     projection: Projection | None,
-    regressions: list[Regression],
     failure: str,
     *,
     fits: bool | None,
@@ -192,11 +174,6 @@ def judge(
     if fits is False and not failure:
         warnings.append("the plan says that it does not fit, the trial says that it does: the room left is small")
     warnings += [_off(row) for row in rows if row.is_off]
-    warnings += [
-        f"{WORDS.get(r.name, r.name)} got worse by {r.worse_pct:.0f} % since the last test "
-        f"({r.before:.4g} -> {r.now:.4g})"
-        for r in regressions
-    ]
     if projection is not None and MOST_RATING_SHARE < (projection.rating_share or 0.0) <= 1.0:
         warnings.append(
             f"drive wear: {format_gb(projection.written_bytes)} written, "
@@ -212,44 +189,3 @@ def judge(
 def _off(row: ComparedRow) -> str:
     error = row.error_pct or 0.0
     return f"plan: {row.name.strip()} was forecast {abs(error):.0f} % too {'high' if error > 0 else 'low'}"
-
-
-WORSE = 0.10
-LEAST_S = 0.2
-"""Times below it are noise."""
-MACHINE_RATES = ("_gb_per_s", "_tflops", "_gparams_per_s")
-HIGHER_IS_BETTER = ("tokens_per_s", *MACHINE_RATES)
-
-
-def last_report(path: Path) -> dict[str, Any] | None:
-    """The report that is there; None when there is none or it cannot be read."""
-    record = read_object(path)
-    return record if record.get("schema_version") == SCHEMA_VERSION else None
-
-
-def compared(
-    last: dict[str, Any] | None, run_key: dict[str, Any], machine_key: dict[str, Any], figures: dict[str, Any]
-) -> tuple[list[Regression], str]:
-    """(what got worse, with which test it was compared or why with none)."""
-    if last is None:
-        return [], "no earlier test here"
-    if last["machine_key"] != machine_key:
-        return [], "the last test was made on another machine"
-    before = last["figures"]
-    same_run = last["run_key"] == run_key
-    names = [name for name in figures if name in before and (same_run or name.endswith(MACHINE_RATES))]
-    found = [
-        Regression(name, before[name], figures[name]) for name in names if _is_worse(name, before[name], figures[name])
-    ]
-    words = last["created_at"] if same_run else f"{last['created_at']} (another run: the machine's own rates only)"
-    return found, words
-
-
-def _is_worse(name: str, before: Any, now: Any) -> bool:
-    if not isinstance(before, int | float) or not isinstance(now, int | float) or before <= 0:
-        return False
-    if name.endswith(HIGHER_IS_BETTER):
-        return now < before * (1 - WORSE)
-    if name.endswith("_s") and max(before, now) < LEAST_S:
-        return False
-    return now > before * (1 + WORSE)

@@ -21,7 +21,7 @@ from outcore.machine import Machine
 from outcore.monitor.sensors import DriveSensor, GpuSensor, SensorBoard, describe
 from outcore.monitor.watches import HOT_DRIVE_C, STALL_NVME_FRACTION, hold_off_sleep
 from outcore.performance.show import Check, Level
-from outcore.plan import MEASURED_PROFILE, RATED_WRITES_PER_BYTE, differs
+from outcore.plan import MEASURED_PROFILE, differs
 from outcore.plan.run import drive_performance
 
 
@@ -164,13 +164,6 @@ def _drive(path: Path) -> list[Check]:
         checks.append(Check("drive temperature", level, f"{sample.temp_c:.0f} °C"))
     else:
         checks.append(Check("drive temperature", "note", "not told by this system"))
-    if sample.lifetime_written_bytes is not None:
-        share = sample.lifetime_written_bytes / (usage.total * RATED_WRITES_PER_BYTE)
-        level = "warning" if share > 0.8 else "ok"
-        words = f"{format_gb(sample.lifetime_written_bytes)} written so far, {100 * share:.1f} % of the usual rating"
-        checks.append(Check("drive wear", level, words))
-    else:
-        checks.append(Check("drive wear", "note", "lifetime writes need nvme-cli or smartctl, and usually root"))
     return checks
 
 

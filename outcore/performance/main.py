@@ -1,4 +1,4 @@
-"""The test: look at the machine, try the run, compare, judge, report; the exit code.
+"""The test: look at the machine, try the run, judge, report; the exit code.
 
 Exit codes: 0 GO, 3 GO WITH WARNINGS, 1 NO-GO, 2 wrong usage, 130 interrupted."""
 
@@ -25,8 +25,8 @@ from outcore.common.quantities import GB, format_s
 from outcore.common.words import own_command
 from outcore.config import ConfigError, TrainConfig, read_deepspeed_file
 from outcore.machine import Machine, detect_machine
-from outcore.performance.against_plan import check_space, compare, compared, judge, last_report, project
-from outcore.performance.health import before_the_trial, during_the_trial, measured_steps, median_of
+from outcore.performance.against_plan import check_space, compare, judge, project
+from outcore.performance.health import before_the_trial, during_the_trial
 from outcore.performance.show import Check, Findings, show
 from outcore.plan import MEASURED_PROFILE, differs
 
@@ -37,8 +37,6 @@ HEARD_S = 10.0
 PROBE_TIMEOUT_S = 180.0
 RUN_NAME = "performance-test"
 REPORT = "performance_report.json"
-RATES = ("h2d_gb_per_s", "d2h_gb_per_s", "drive_read_gb_per_s", "drive_write_gb_per_s", "drive_mixed_gb_per_s")
-RATES += ("ram_gb_per_s", "matmul_tflops")
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ def run_test(config: TrainConfig, argv: Sequence[str], flags: list[str], root: P
     started_s = time.monotonic()
     reports = args.report or user_folder()
     try:
-        test = PerformanceTest(config, tuple(argv), flags, root, reports, args)
+        test = PerformanceTest(config, tuple(argv), flags, root, args)
         found = test.run(started_s)
         written = write(found, reports)
     except KeyboardInterrupt:
@@ -80,10 +78,9 @@ class PerformanceTest:
     """One test, stage by stage."""
 
     def __init__(
-        self, config: TrainConfig, argv: tuple[str, ...], flags: list[str], root: Path, reports: Path,
-        args: argparse.Namespace,
-    ) -> None:  # fmt: skip
-        self.config, self.argv, self.flags, self.root, self.reports = config, argv, flags, root, reports
+        self, config: TrainConfig, argv: tuple[str, ...], flags: list[str], root: Path, args: argparse.Namespace
+    ) -> None:
+        self.config, self.argv, self.flags, self.root = config, argv, flags, root
         self.effort = EFFORTS["quick" if args.quick else "default"]
         self.num_steps = args.steps or self.effort.steps
         self.may_probe = not args.no_probe
@@ -106,28 +103,20 @@ class PerformanceTest:
             rows, projection = compare(trial), project(trial, datetime.datetime.now(), is_saved=is_saved)
             if trial["forecast_problem"]:
                 checks.append(Check("plan", "note", trial["forecast_problem"]))
-        figures = self._figures(trial)
-        run_key, machine_key = self._run_key(trial), _machine_key(machine)
-        regressions, compared_with = compared(last_report(newest(self.reports / REPORT)), run_key, machine_key, figures)
         plan = (trial or {}).get("forecast")
         if trial is not None and not failure and is_saved:
             free_bytes = shutil.disk_usage(nearest_existing(self.checkpoints)).free
             checkpoint_bytes = int(trial.get("saved_bytes") or trial.get("state_bytes") or 0)
             checks += check_space(free_bytes, checkpoint_bytes, self.config.save_total_limit)
-        verdict = judge(checks, rows, projection, regressions, failure, fits=plan["fits"] if plan else None)
+        verdict = judge(checks, rows, projection, failure, fits=plan["fits"] if plan else None)
         return Findings(
             created_at=datetime.datetime.now().isoformat(timespec="seconds"),
             argv=self.argv,
             elapsed_s=time.monotonic() - started_s,
-            run_key=run_key,
-            machine_key=machine_key,
             verdict=verdict,
             checks=tuple(checks),
             rows=tuple(rows),
             projection=projection,
-            regressions=tuple(regressions),
-            compared_with=compared_with,
-            figures=figures,
             trial=trial,
         )
 
@@ -194,40 +183,6 @@ class PerformanceTest:
             self._stage(f"  {format_s(time.monotonic() - began_s)}: {printable(words)[:120]}")
         return None
 
-    def _run_key(self, trial: dict[str, Any] | None) -> dict[str, Any]:
-        plan = (trial or {}).get("forecast") or {}
-        keys = ("engine", "zero_stage", "seq_length", "micro_batch", "accumulation", "precision", "state_format")
-        return {"model": (trial or {}).get("model"), **{key: plan.get(key) for key in keys}}
-
-    def _figures(self, trial: dict[str, Any] | None) -> dict[str, Any]:
-        """Figures that the next test is compared with."""
-        figures: dict[str, Any] = {}
-        try:
-            links = Machine.load(newest(MEASURED_PROFILE)).links
-        except (ValueError, OSError):
-            links = None
-        if links is not None:
-            figures |= {name: value for name in RATES if (value := getattr(links, name)) is not None}
-            figures |= {
-                f"{n}_optimizer_gparams_per_s": rate for n, rate in (links.optimizer_gparams_per_s or {}).items()
-            }
-        if trial is None:
-            return figures
-        records = measured_steps(trial)
-        figures |= {
-            "step_s": median_of(records, "step_s"),
-            "tokens_per_s": median_of(records, "tokens_per_s"),
-            "model_load_s": trial["startup_s"]["model_load"],
-            "engine_init_s": trial["startup_s"]["engine_init"],
-            "first_step_s": trial["steps"][0]["step_s"],
-            "save_s": trial.get("save_s"),
-            "load_s": trial.get("load_s"),
-            "gpu_mem_peak_bytes": max((r["gpu_mem_peak_bytes"] or 0 for r in trial["steps"]), default=0)
-            - trial["staying_bytes"],
-            "ram_rss_bytes": (trial["rss_peak_bytes"] or 0) - trial["ahead_bytes"],
-        }
-        return {name: value for name, value in figures.items() if value is not None}
-
 
 def write(found: Findings, folder: Path) -> Path:
     """Path of performance_report.json, which has everything. OSError when it cannot be written."""
@@ -242,14 +197,6 @@ def _with_module_path(root: Path) -> dict[str, str]:
     outcore in `root`."""
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def _machine_key(machine: Machine) -> dict[str, Any]:
-    return {
-        "gpu": ", ".join(gpu.name for gpu in machine.gpus),
-        "cpu": machine.cpu_name,
-        "ram_total_bytes": machine.ram_total_bytes,
-    }
 
 
 def _why_failed(code: int | None, log: str) -> str:

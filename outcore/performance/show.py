@@ -5,14 +5,14 @@ What a performance test found: checks, figures and the verdict. Plain frozen val
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from outcore.common.quantities import counted, format_gb, format_gib, format_rate, format_s
 
 Level = Literal["ok", "note", "warning", "stop"]
 """note: could not be told, or worth knowing; warning: run with care; stop: do not start."""
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 LEAST_DIFFERENCE = {"bytes": 200e6, "s": 0.05}
 """Below it a plan is not called wrong: generator states, log files, a process that was busy elsewhere."""
 
@@ -88,19 +88,6 @@ class Projection:
 
 
 @dataclass(frozen=True)
-class Regression:
-    """A figure that got worse since the last test of the same run on this machine."""
-
-    name: str
-    before: float
-    now: float
-
-    @property
-    def worse_pct(self) -> float:
-        return 100.0 * abs(self.now - self.before) / self.before
-
-
-@dataclass(frozen=True)
 class Verdict:
     """GO, GO WITH WARNINGS or NO-GO, and why."""
 
@@ -120,18 +107,10 @@ class Findings:
     created_at: str
     argv: tuple[str, ...]
     elapsed_s: float
-    run_key: dict[str, Any]
-    """Facts that must be alike for two tests to be compared."""
-    machine_key: dict[str, Any]
     verdict: Verdict
     checks: tuple[Check, ...]
     rows: tuple[ComparedRow, ...]
     projection: Projection | None
-    regressions: tuple[Regression, ...] = ()
-    compared_with: str = ""
-    """When the test that this one is compared with was made, or why with none."""
-    figures: dict[str, Any] = field(default_factory=dict)
-    """Seconds and bytes by name, for the next comparison."""
     trial: dict[str, Any] | None = None
     """Metrics of the trial run; None when it failed."""
 
@@ -142,8 +121,6 @@ class Findings:
         record["exit_code"] = self.verdict.exit_code
         for row, plain in zip(self.rows, record["rows"], strict=True):
             plain |= {"error_pct": row.error_pct, "is_off": row.is_off}
-        for regression, plain in zip(self.regressions, record["regressions"], strict=True):
-            plain["worse_pct"] = regression.worse_pct
         if self.projection is not None:
             record["projection"]["total_s"] = self.projection.total_s
         return record
@@ -179,9 +156,6 @@ def show(found: Findings) -> None:
             f"{format_rate(run.tokens_per_s)} tokens/s; {format_s(run.total_s)} in all, to {run.ends_at}; "
             f"{format_gb(run.written_bytes)} written ({run.rating_words})."
         )
-    console.print(f"Compared with: {found.compared_with}.")
-    for worse in found.regressions:
-        console.print(f"- {worse.name}: {worse.before:.4g} before, {worse.now:.4g} now", style="yellow")
     console.print(f"\n[bold {COLORS[found.verdict.word]}]{found.verdict.word}[/]")
     for reason in found.verdict.reasons:
         console.print(f"- {reason}", markup=False)

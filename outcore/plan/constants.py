@@ -144,8 +144,6 @@ DEEPSPEED_OVERHEAD_BYTES = int(2.5 * GIB)
 DEEPSPEED_STAGED_OVERHEAD_BYTES = int(2.6 * GIB)
 """Interpreter, torch, CUDA and DeepSpeed with the staged offload. Measured, resident memory less homes and staging:
 2.6-3.0 GB in three runs (R), 2.7-2.9 (S), 2.6-2.8 (T). The engine itself leaves 3 GiB of a budget for them."""
-DEEPSPEED_DRIVE_SHARE = 0.67
-"""Share of the mixed drive rate. Measured: 32 B per parameter in 14 s of optimizer phase, 2.8 of about 4.1 GB/s."""
 DEEPSPEED_NORM_NUMEL = 250_000_000
 """Elements of an offloaded gradient that DeepSpeed's own offload has in fp64 at a time, on the GPU, for its norm
 (`_constant_buffered_norm2` in runtime/zero/stage3.py). llama-1b with micro-batches of 4 and 8 rows of 1,024, measured:

@@ -32,10 +32,10 @@ def main(argv: Sequence[str], root: Path) -> int:
     options: ProbeOptions | None = None
     try:
         options = parse_options(argv, root)
-        with StageProgress((*STAGES, "report")) as progress:
-            found = ProbeRun(options, progress).run()
-            progress.stage("report")
-            written, text = _write(options, found)
+        progress = StageProgress((*STAGES, "report"))
+        found = ProbeRun(options, progress).run()
+        progress.stage("report")
+        written, text = _write(options, found)
         out = sys.stderr if options.json else sys.stdout
         print(render(found), file=out)
         for line in (*written, *_apply(options, found)):

@@ -3,7 +3,7 @@
 A stage that cannot run here (no GPU, no kvikio, out of time) leaves a sentence in `skipped`; it never leaves a made-up
 number. The test files are removed when `run` ends, for whatever reason.
 
-Progress on stderr: a bar on a terminal (rich), a plain line per stage otherwise, so that logs stay readable."""
+Progress on stderr: a line per stage."""
 
 from __future__ import annotations
 
@@ -163,7 +163,6 @@ class ProbeRun:
             n_bytes = min(DRIVE_MEMORY_BYTES, pool.largest_free_bytes())
             memory = leases.enter_context(pool.lease(n_bytes, "drive measurement")).tensor.numpy()
         for directory in self.options.paths:
-            self.progress.tick(f"writing the test file in {directory}")
             test_file = stack.enter_context(TestFile(directory, self.effort.file_bytes))
             start_s = time.monotonic()
             try:
@@ -176,7 +175,6 @@ class ProbeRun:
                     self.effort,
                     left_s,
                     ["posix", *(["kvikio"] if self.has_gpu and facts.auto.status == "ok" else [])],
-                    self.progress.tick,
                     expected_gb_per_s=test_file.fill_gb_per_s,
                     memory=memory,
                 )
@@ -204,9 +202,7 @@ class ProbeRun:
         self.progress.stage("CPU optimizer")
         stage_s = self.budget.begin("updates", LEAST_UPDATES_SHARE * self.effort.total_s)
         try:
-            found.updates = measure_updates(
-                min(MOST_UPDATES_S, stage_s), most_numel=UPDATES_NUMEL, tick=self.progress.tick
-            )
+            found.updates = measure_updates(min(MOST_UPDATES_S, stage_s), most_numel=UPDATES_NUMEL)
         except (MemoryError, RuntimeError, TimeoutError) as error:
             found.skipped.append(f"the CPU optimizer: {error}")
 
@@ -254,10 +250,9 @@ class ProbeRun:
                         lease = leases.enter_context(pool.lease(n_bytes, f"probe {kind}", combined))
                         host[kind] = lease.tensor
                 found.measurements += measure_copies(
-                    self.device, host, self.effort.chunks_bytes, stage_s, self.effort.cell_s, self.progress.tick
+                    self.device, host, self.effort.chunks_bytes, stage_s, self.effort.cell_s
                 )
             found.pcie = sampler.seen
-            self.progress.tick("pageable homes through a lane")
             found.measurements.append(measure_pageable(pool, self.device, home, self.effort.cell_s))
         asked = self.options.config.staging
         found.staging.write_combined, found.staging.write_combined_reason = choose_write_combined(
@@ -279,7 +274,6 @@ class ProbeRun:
                 self.effort,
                 stage_s=stage_s,
                 transfer_bytes=batch_limit_bytes(drive_rate(drive, "drive_read"), self.effort.cell_s),
-                tick=self.progress.tick,
             )
             self._latency(found, pool, engine, file, facts)
 
@@ -297,7 +291,7 @@ class ProbeRun:
                 pool, engine, self.device, LaneSettings(slot_bytes, LATENCY_SLOTS, combined), "probe-latency"
             )
             with lane:
-                found.latency = measure_latency(file, self.device, lane, stage_s, repeats, direct, self.progress.tick)
+                found.latency = measure_latency(file, self.device, lane, stage_s, repeats, direct)
 
     def _direct(self, found: Measured, file: BlockFile, facts: GdsFacts, stack: ExitStack) -> dict[str, StorageEngine]:
         """Reads into GPU memory without our staging; the engine stays open for the latency test."""
@@ -307,7 +301,6 @@ class ProbeRun:
             self.budget.drop("direct")
             return {}
         stack.callback(engine.close)
-        self.progress.tick(f"drive to GPU through {name}")
         try:
             rate = measure_direct(engine, name, file, self.device, min(1.0, self.budget.begin("direct")))
         except StorageError as error:
@@ -361,44 +354,14 @@ def _line_rate(directory: Path) -> float | None:
 
 
 class StageProgress:
-    """`stage` begins one of `stages`, `tick` says what it is doing right now. A context manager."""
+    """`stage` says that one of `stages` begins."""
 
     def __init__(self, stages: Sequence[str], stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
         self._stages = list(stages)
         self._start_s = time.monotonic()
-        self._bar = self._task = None
-        if self._stream.isatty():
-            self._start_bar()
-
-    def _start_bar(self) -> None:
-        try:
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-        except ImportError:  # rich is a convenience: plain lines say the same
-            return
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=Console(file=self._stream), transient=True)
-        self._task = self._bar.add_task("starting", total=len(self._stages))
-        self._bar.start()
 
     def stage(self, name: str) -> None:
-        """Begin this stage: those before it are done (or left out), this one begins. ValueError for an unknown name."""
-        number = self._stages.index(name) + 1
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=number - 1, description=name)
-        else:
-            elapsed_s = time.monotonic() - self._start_s
-            print(f"[{number}/{len(self._stages)}] {elapsed_s:5.1f} s  {name}", file=self._stream, flush=True)
-
-    def tick(self, what: str) -> None:
-        """Show what is being measured now, on a terminal only."""
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=what)
-
-    def __enter__(self) -> StageProgress:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        """Begin this stage: those before it are done (or left out). ValueError for an unknown name."""
+        number, elapsed_s = self._stages.index(name) + 1, time.monotonic() - self._start_s
+        print(f"[{number}/{len(self._stages)}] {elapsed_s:5.1f} s  {name}", file=self._stream, flush=True)

@@ -146,16 +146,6 @@ def ram_disk(world: World) -> None:
     world.small_drive("ram", 2000)
 
 
-def no_libaio(world: World) -> None:
-    """DeepSpeed's own offload, which needs its drive extension, where that cannot be built."""
-    ds_config(outcore={"offload": "stock"})(world)
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator: Any = get_accelerator()
-    builder = accelerator.get_op_builder("AsyncIOBuilder")
-    world.patch(builder, "is_compatible", lambda self, verbose=False: False)
-
-
 def nvme_in_use(world: World) -> None:
     """Another run has its scratch files in {here}/nvme."""
     from outcore.flow.weights import Scratch

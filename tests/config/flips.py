@@ -10,7 +10,6 @@ QUESTIONS = {"dataset": "{questions}", "packing": "off"}
 RISING = {"eval_steps": 1, "learning_rate": 1.0, "max_steps": 4}
 DEEPSPEED = {"engine": "deepspeed"}
 STAGED = {**DEEPSPEED, "zero_stage": "infinity", "nvme_offload_path": "/mnt/a"}
-INFINITY = {**STAGED, "deepspeed_offload": "stock"}
 FP16 = {"precision": "fp16"}
 
 
@@ -56,8 +55,8 @@ TOLD = {
     "ahead_gib": Flip(0),
     "zero_stage": Flip("zero2"),
     "nvme_offload_path": Flip("/mnt/a", {"ram_budget_gib": 8}),
-    "nvme_offload_optimizer": Flip(False, INFINITY),
-    "nvme_offload_params": Flip(False, INFINITY),
+    "nvme_offload_optimizer": Flip(False, STAGED),
+    "nvme_offload_params": Flip(False, STAGED),
     "nvme_offload_gradients": Flip(True, STAGED),
     "nvme_checksums": Flip("off"),
     "offload_optimizer": Flip("none", DEEPSPEED),
@@ -67,10 +66,10 @@ TOLD = {
     "loss_scale_hysteresis": Flip(7, FP16),
     "min_loss_scale": Flip(0.25, FP16),
     "deepspeed_offload": Flip("stock", STAGED),
-    "aio_block_size": Flip(8192, INFINITY),
-    "aio_queue_depth": Flip(7, INFINITY),
+    "aio_block_size": Flip(8192, STAGED),
+    "aio_queue_depth": Flip(7, STAGED),
     "pin_memory": Flip(False, DEEPSPEED),
-    "max_in_cpu_gb": Flip(0, INFINITY),
+    "max_in_cpu_gb": Flip(0, STAGED),
     "strict_offload": Flip(True, {"zero_stage": "infinity"}),
 }
 """Those that an engine is told."""

@@ -46,7 +46,7 @@ def told(values: Mapping[str, Any]) -> dict[str, Any] | str:
     if name == "stream":
         return {"engine": name, **asdict(MODEL.decide(settings, nvme_check=accept).told)}
     staged = settings.offload.engine == "staged"
-    built = build_config(settings, TINY, RunFacts(memlock_limit_bytes=1 << 60), nvme_check=accept, staged=staged)
+    built = build_config(settings, TINY, RunFacts(), nvme_check=accept, staged=staged)
     return {"engine": name, **built.config, "homes": asdict(built.offload)}
 
 

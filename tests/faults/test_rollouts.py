@@ -15,6 +15,7 @@ from tests.forked import run_script
 from tests.train.methods.test_rollouts import command, steps_of, write_files
 
 STEPS = 5
+LORA = ["--lora_r", "4", "--beta", "0.1"]
 PLACES = {
     "answers": ("outcore.infer.engine", "InferenceEngine", "step", 40),
     "rewards": ("outcore.train.methods.rewards", "RewardProcess", "ask", 3),
@@ -58,8 +59,14 @@ sys.exit(main(words))
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("flags", [["--lora_r", "4", "--beta", "0.1"], []], ids=["lora", "full"])
-@pytest.mark.parametrize("kills", [pytest.param(2, marks=pytest.mark.more), pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kills", "flags"),
+    [
+        pytest.param(2, LORA, marks=pytest.mark.more, id="lora"),
+        pytest.param(20, LORA, marks=pytest.mark.slow, id="lora, often"),
+        pytest.param(20, [], marks=pytest.mark.slow, id="full, often"),
+    ],
+)
 def test_no_kill_changes_a_bit(kills: int, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_files()

@@ -61,7 +61,14 @@ def trained(which: str, out: Path, lora: bool, resume: bool = False) -> dict[str
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("which", "lora"), [("dpo", True), ("sft", False), ("sft", True), ("dpo", False)])
+@pytest.mark.parametrize(
+    ("which", "lora"),
+    [
+        ("dpo", True),
+        ("sft", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("sft", True), ("dpo", False))),
+    ],
+)
 def test_in_trls_loop(which: str, lora: bool, tmp_path: Path) -> None:
     num_layers = len(tiny("gpt2").transformer.h)
     folder = tmp_path / "killed"

@@ -27,13 +27,13 @@ def outcore(folder: Path, *arguments: str, **variables: str) -> subprocess.Compl
 
 @pytest.mark.more(after=1)
 @pytest.mark.parametrize(
-    "package, error",
+    ("package", "error", "arguments"),
     [
-        ("torch", "OSError('libcudart.so.12: cannot open shared object file')"),
-        ("transformers", "ImportError('cannot import name Cache')"),
+        ("torch", "OSError('libcudart.so.12: cannot open shared object file')", ("train", "--max_steps", "1")),
+        ("transformers", "ImportError('cannot import name Cache')", ("chat", "x")),
+        ("transformers", "ImportError('cannot import name Cache')", ("serve", "x")),
     ],
 )
-@pytest.mark.parametrize("arguments", [("train", "--max_steps", "1"), ("chat", "x"), ("serve", "x")])
 def test_a_package_that_does_not_import_is_named_with_what_mends_it(
     tmp_path: Path, package: str, error: str, arguments: tuple[str, ...]
 ) -> None:

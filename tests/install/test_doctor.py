@@ -114,16 +114,17 @@ def test_deepspeed_row(tmp_path: Path) -> None:
 
 
 def test_extension_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "missing_prerequisite", lambda extension, accelerator: "")
-    results = [BuildResult("async_io", False, "libaio's headers are not installed")]
+    monkeypatch.setattr(doctor, "missing_prerequisite", lambda: "")
+    results = [BuildResult("cpu_adam", False, "no C++ compiler")]
     found = {"cpu_adam": fine("cpu_adam")}
     rows = {row.part: row for row in extension_rows(found, "", CPU, ["cpu_adam"], results, Path("/ext"))}
     assert rows["cpu_adam"].status == "OK"
     crashed = extension_rows({}, "the check was ended by SIGILL", CPU, ["cpu_adam"], results, Path("/ext"))[0]
     assert crashed.status == "missing" and "rm -rf /ext/cpu_adam" in crashed.fix
-    assert rows["async_io"].status == "degraded" and "libaio" in rows["async_io"].fix and rows["async_io"].holds
+    failed = extension_rows({}, "", CPU, [], results, Path("/ext"))[0]
+    assert failed.status == "missing" and "build-essential" in failed.fix and not failed.holds
     assert rows["deepspeed_shm_comm"].status == "missing" and not rows["deepspeed_shm_comm"].holds
-    assert "not built yet" in rows["pin_memory"].found
+    assert "not built yet" in rows["deepspeed_shm_comm"].found
 
 
 def test_set_without_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +140,7 @@ def test_set_without_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(doctor, "RunningProbe", Probe)
     environment = fake_environment(tmp_path, chosen.pins)
-    rows = probe_rows(environment, chosen, REPOSITORY, {"TORCH_EXTENSIONS_DIR": str(tmp_path)}, tmp_path)
+    rows = probe_rows(environment, chosen, REPOSITORY, {"TORCH_EXTENSIONS_DIR": str(tmp_path)})
     assert started == ["packages"]
     assert rows[-1].part == "deepspeed" and not rows[-1].holds and "WSL2" in rows[-1].fix
 
@@ -156,11 +157,11 @@ def test_deepspeed_is_not_tried_before_its_extensions_are_asked_for(tmp_path, mo
 
     monkeypatch.setattr(doctor, "RunningProbe", Probe)
     environment, environ = fake_environment(tmp_path, CPU.pins), {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    row = probe_rows(environment, CPU, REPOSITORY, environ, tmp_path)[-1]
+    row = probe_rows(environment, CPU, REPOSITORY, environ)[-1]
     assert started == ["packages"] and row.holds and CPU.pins["deepspeed"] in row.found
     assert "python setup.py --deepspeed" in row.fix
     failed = [BuildResult("cpu_adam", False, "no C++ compiler")]
-    rows = {row.part: row for row in probe_rows(environment, CPU, REPOSITORY, environ, tmp_path, failed)}
+    rows = {row.part: row for row in probe_rows(environment, CPU, REPOSITORY, environ, failed)}
     assert started[1:] == ["packages", "deepspeed"] and not rows["cpu_adam"].holds
 
 
@@ -193,7 +194,7 @@ def test_interrupt_ends_the_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(doctor, "RunningProbe", Probe)
     environment, asked = fake_environment(tmp_path), [BuildResult("cpu_adam", True)]
     with pytest.raises(KeyboardInterrupt):
-        probe_rows(environment, CPU, REPOSITORY, {"TORCH_EXTENSIONS_DIR": str(tmp_path)}, tmp_path, asked)
+        probe_rows(environment, CPU, REPOSITORY, {"TORCH_EXTENSIONS_DIR": str(tmp_path)}, asked)
     assert stopped == [1, 1]
 
 
@@ -234,17 +235,15 @@ def test_deepspeed_takes_a_right_step_here(tmp_path: Path) -> None:
     environment = Environment(Path(sys.prefix), "this one")
     key = build_key(environment, "cpu")
     built = [e.name for e in extensions_for("cpu") if is_built(directory, e, key)]
-    if not {e.name for e in extensions_for("cpu") if e.required} <= set(built):
+    if len(built) < len(extensions_for("cpu")):
         pytest.skip("DeepSpeed's extensions are not built here: run setup.py")
-    results, folder = tmp_path / "results", tmp_path / "offload"
-    folder.mkdir()
-    command = [sys.executable, "-m", doctor.PROBE, "deepspeed", str(results), "cpu", ",".join(built), str(folder)]
+    results = tmp_path / "results"
+    command = [sys.executable, "-m", doctor.PROBE, "deepspeed", str(results), "cpu", ",".join(built)]
     findings, ended = RunningProbe(command, environ, results, REPOSITORY).finish(timeout_s=900)
     rows = deepspeed_rows(findings, ended, environment, CPU)
     rows += extension_rows(findings, ended, CPU, built, (), directory)
     assert "one ZeRO-3 step on cpu" in rows[0].found
     assert all_hold(rows), [row for row in rows if not row.holds]
-    assert list(folder.iterdir()) == []
 
 
 def test_probe_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,10 +255,10 @@ def test_probe_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(probe_deepspeed, "check_deepspeed", lambda recorder, *rest: calls.append(rest))
     monkeypatch.setattr(probe_deepspeed, "build", lambda name: calls.append((name,)))
     probe_main(["packages", str(tmp_path / "r"), "cpu"])
-    probe_main(["deepspeed", str(tmp_path / "r"), "cpu", "a,b,", "/o"])
+    probe_main(["deepspeed", str(tmp_path / "r"), "cpu", "a,b,"])
     probe_main(["build", "CPUAdamBuilder"])
     assert probe_main.__module__ == doctor.PROBE, "what the doctor starts"
-    assert calls == [("cpu",), ("cpu", ["a", "b"], Path("/o")), ("CPUAdamBuilder",)]
+    assert calls == [("cpu",), ("cpu", ["a", "b"]), ("CPUAdamBuilder",)]
     with pytest.raises(SystemExit, match="unknown probe"):
         probe_main(["x", str(tmp_path / "r"), "cpu"])
 
@@ -267,37 +266,18 @@ def test_probe_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_deepspeed_trials_with_fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from outcore.install.verify.probes import deepspeed as probe_deepspeed
 
-    class Handle:
-        def __init__(self, damage: bool) -> None:
-            self.damage, self.kept = damage, None
-
-        def sync_pwrite(self, buffer, path: str) -> None:
-            self.kept = buffer.clone()
-            Path(path).write_bytes(b"x")
-
-        def sync_pread(self, buffer, path: str) -> None:
-            if not self.damage:
-                buffer.copy_(self.kept)
-
     class Builder:
-        damage = False
-
         def load(self, verbose: bool):
             return self
-
-        def aio_handle(self, *settings) -> Handle:
-            return Handle(self.damage)
 
     steps: list[bool] = []
     monkeypatch.setattr(probe_deepspeed, "_builder", lambda name: Builder())
     monkeypatch.setattr(probe_deepspeed, "_zero3_step", lambda accelerator, has_adam: steps.append(has_adam) or "step")
-    probe_deepspeed.check_deepspeed(ProbeRecorder(tmp_path / "a"), "cuda", ["cpu_adam", "async_io"], tmp_path)
+    probe_deepspeed.check_deepspeed(ProbeRecorder(tmp_path / "a"), "cuda", ["cpu_adam"])
     findings = read_findings(tmp_path / "a", "")
-    assert set(findings) == {"cpu_adam", "async_io", "deepspeed"} and all(f["ok"] for f in findings.values())
-    Builder.damage = True
-    probe_deepspeed.check_deepspeed(ProbeRecorder(tmp_path / "b"), "cpu", ["async_io"], tmp_path)
+    assert set(findings) == {"cpu_adam", "deepspeed"} and all(f["ok"] for f in findings.values())
+    probe_deepspeed.check_deepspeed(ProbeRecorder(tmp_path / "b"), "cpu", ["cpu_adam"])
     findings = read_findings(tmp_path / "b", "")
-    assert "reads back differently" in findings["async_io"]["why"]
     assert "shm_comm" in findings["deepspeed"]["why"] and steps == [True]
     probe_deepspeed.build("X")
 
@@ -309,16 +289,12 @@ ROWS = [
 ]
 
 
-def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables(tmp_path: Path) -> None:
     content = report.make_report(ROWS, machine(), "cpu", "/v")
     assert content["ok"] is False and content["rows"][1]["fix"] == "`python setup.py`"
     assert report.make_report(ROWS[:1], machine(), "cpu", "/v")["ok"] is True
     assert report.make_report(ROWS[:1], machine(), "cpu", "/v", error="full")["ok"] is False
     report.write_report(content, tmp_path / "logs" / "r.json")
-    report.main([str(tmp_path / "logs" / "r.json")])
-    rich_text = capsys.readouterr().out
-    assert "2.0 [cpu]" in rich_text and "degraded" in rich_text and "python setup.py" in rich_text
-    monkeypatch.setitem(sys.modules, "rich.console", None)
     out = io.StringIO()
     report.print_table(ROWS, out)
     lines = out.getvalue().splitlines()

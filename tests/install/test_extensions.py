@@ -16,8 +16,6 @@ from outcore.install.extensions import (
     extension_environment,
     extensions_dir,
     extensions_for,
-    find_nvcc,
-    has_header,
     is_built,
     missing_prerequisite,
 )
@@ -65,7 +63,7 @@ def test_only_finished_builds_for_this_machine_count(tmp_path: Path) -> None:
     key = build_key(environment, "cpu")
     assert key["torch"] == "2.13.0" and key["deepspeed"] == "" and key["cpu"]
     add_built(tmp_path, "cpu_adam", key)
-    assert is_built(tmp_path, BY_NAME["cpu_adam"], key) and not is_built(tmp_path, BY_NAME["pin_memory"], key)
+    assert is_built(tmp_path, BY_NAME["cpu_adam"], key) and not is_built(tmp_path, BY_NAME["deepspeed_shm_comm"], key)
     assert not is_built(tmp_path, BY_NAME["cpu_adam"], key | {"cpu": "another"})
     (tmp_path / "cpu_adam" / "lock").touch()
     assert not is_built(tmp_path, BY_NAME["cpu_adam"], key)
@@ -77,64 +75,34 @@ def test_only_finished_builds_for_this_machine_count(tmp_path: Path) -> None:
 
 def test_prerequisites(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extensions.shutil, "which", lambda name: None)
-    assert missing_prerequisite(BY_NAME["cpu_adam"], "cpu") == "no C++ compiler"
+    assert missing_prerequisite() == "no C++ compiler"
     monkeypatch.setattr(extensions.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(extensions, "has_header", lambda name: False)
-    assert missing_prerequisite(BY_NAME["cpu_adam"], "cpu") == ""
-    assert "libaio" in missing_prerequisite(BY_NAME["async_io"], "cpu")
-    monkeypatch.setattr(extensions, "has_header", lambda name: True)
-    monkeypatch.setattr(extensions, "find_nvcc", lambda: None)
-    assert missing_prerequisite(BY_NAME["async_io"], "cpu") == ""
-    assert "nvcc" in missing_prerequisite(BY_NAME["async_io"], "cuda")
+    assert missing_prerequisite() == ""
 
 
-def test_headers_and_nvcc_are_found_where_compilers_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert has_header("stdio.h") and not has_header("no-such-header.h")
-    (tmp_path / "mine.h").touch()
-    monkeypatch.setenv("CPATH", str(tmp_path))
-    assert has_header("mine.h")
-    monkeypatch.delenv("CPATH")
-    monkeypatch.setenv("CFLAGS", f"-O2 -I{tmp_path}")
-    assert has_header("mine.h")
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/nvcc").touch()
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert find_nvcc() == tmp_path / "bin/nvcc"
-    monkeypatch.delenv("CUDA_HOME")
-    monkeypatch.setattr(extensions.shutil, "which", lambda name: "/somewhere/nvcc")
-    assert find_nvcc() == Path("/somewhere/nvcc")
-    monkeypatch.setattr(extensions.shutil, "which", lambda name: None)
-    monkeypatch.setattr(Path, "exists", lambda self: False)
-    assert find_nvcc() is None
-
-
-def test_only_missing_ones_are_built_and_failures_are_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extensions, "has_header", lambda name: False)
+def test_only_missing_ones_are_built_and_failures_are_results(tmp_path: Path) -> None:
     directory = tmp_path / "ext"
     environment = fake_environment(tmp_path / "v")
     key = build_key(environment, "cpu")
-    add_built(directory, "cpu_adam", key)
     add_built(directory, "deepspeed_shm_comm", key | {"cpu": "another"})
-    (directory / "pin_memory").mkdir()
-    (directory / "pin_memory" / "lock").touch()
-    stream = FakeStream((0, "[1/3] c++ a\n[2/3] c++ b"), (1, "x.cpp:3:10: fatal error: nothing.h: No such file"))
+    (directory / "cpu_adam").mkdir()
+    (directory / "cpu_adam" / "lock").touch()
+    stream = FakeStream((1, "x.cpp:3:10: fatal error: nothing.h: No such file"), (0, "[1/3] c++ a\n[2/3] c++ b"))
     out = io.StringIO()
     results = build_all(
         environment, "cpu", {"TORCH_EXTENSIONS_DIR": str(directory)}, stream, InstallProgress(out),
         tmp_path / "logs" / "build.log",
     )  # fmt: skip
-    assert {r.name: r.built for r in results} == {
-        "cpu_adam": True, "deepspeed_shm_comm": True, "pin_memory": False, "async_io": False,
-    }  # fmt: skip
+    assert {r.name: r.built for r in results} == {"cpu_adam": False, "deepspeed_shm_comm": True}
     assert not (directory / "deepspeed_shm_comm/deepspeed_shm_comm.so").exists()  # of the other CPU
     assert json.loads((directory / "deepspeed_shm_comm" / KEY_NAME).read_text()) == key
-    assert not (directory / "pin_memory" / KEY_NAME).exists()
-    assert [command[-1] for command in stream.commands] == ["ShareMemCommBuilder", "PinMemoryBuilder"]
+    assert not (directory / "cpu_adam" / KEY_NAME).exists()
+    assert [command[-1] for command in stream.commands] == ["CPUAdamBuilder", "ShareMemCommBuilder"]
     reasons = {r.name: r.reason for r in results}
-    assert "fatal error: nothing.h" in reasons["pin_memory"] and "libaio" in reasons["async_io"]
+    assert "fatal error: nothing.h" in reasons["cpu_adam"]
     text = out.getvalue()
-    assert "removed the lock" in text and "async_io: not built" in text
-    assert "PinMemory" not in text and "fatal error" in (tmp_path / "logs/build.log").read_text()
+    assert "removed the lock" in text
+    assert "CPUAdam" not in text and "fatal error" in (tmp_path / "logs/build.log").read_text()
 
 
 @pytest.mark.parametrize(("output", "reason"), [

@@ -284,14 +284,12 @@ def test_greedy_sampling_equals_the_librarys():
     assert stopped.tolist() == ours[: ours.tolist().index(int(ours[3])) + 1].tolist()
 
 
-def test_drawn_samples_follow_the_seed_and_leave_the_stream_alone():
+def test_sampling_leaves_the_stream_alone_and_refuses_nothing_to_go_on_from():
     loaded = load_model(tiny_settings())
     ids = batch_of(rows=1)["input_ids"]
     before = torch.get_rng_state()
-    a, b, c = (generate_tokens(loaded.model, ids, 12, temperature=1.0, top_k=50, seed=s).tolist() for s in (0, 0, 1))
-    assert a == b != c
+    assert generate_tokens(loaded.model, ids, 2).shape == (2,)
     assert torch.equal(before, torch.get_rng_state())
-    assert generate_tokens(loaded.model, ids, 2, context_length=4).shape == (2,)
     refused(ValueError, "at least one token", lambda: generate_tokens(loaded.model, ids[:, :0], 2))
     refused(ValueError, "at least 1", lambda: generate_tokens(loaded.model, ids, 0))
 

@@ -1,6 +1,5 @@
 """A fake NVML, /sys and /proc for the monitor's tests."""
 
-import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,7 +145,6 @@ def make_sampler(tmp_path: Path, nvml: FakeNvml, **settings: object) -> tuple[Sa
     """A Sampler of the fake machine, and the folder of its disk."""
     device = fake_system(tmp_path / "fake", tmp_path)
     arguments: dict = {
-        "nvml": nvml, "root": tmp_path / "fake", "psutil_module": NO_CHILDREN,
-        "run_command": lambda command: json.dumps({"data_units_written": 2_000_000}), **settings,
+        "nvml": nvml, "root": tmp_path / "fake", "psutil_module": NO_CHILDREN, **settings,
     }  # fmt: skip
     return Sampler(tmp_path / "not" / "there" / "yet", **arguments), device

@@ -1,11 +1,10 @@
-"""Drive counters, temperature and lifetime writes on fake machines."""
+"""Drive counters and temperature on fake machines."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from outcore.monitor.sensors.drive import BlockDevice, DriveSensor, run_json_command
+from outcore.monitor.sensors.drive import BlockDevice, DriveSensor
 from outcore.monitor.sensors.host import SensorBoard
 from tests.monitor.fakes import fake_system, write_stat
 from tests.refused import refused
@@ -44,21 +43,3 @@ def test_what_has_no_block_device_says_what_it_is(tmp_path: Path, kind: str) -> 
     assert sensor.read_counters() is None and sensor.sample().temp_c is None and sensor.disks == ()
     assert len(board.explanations()) == 1 and kind in board.explanations()[0]
     assert (sensor.read_free_bytes() or 0) > 0
-
-
-def test_lifetime_falls_back_to_smartctl(tmp_path: Path) -> None:
-    fake_system(tmp_path / "fake", tmp_path)
-
-    def run(command: list[str]) -> str:
-        if command[0] == "nvme":
-            raise OSError("not installed")
-        return json.dumps({"nvme_smart_health_information_log": {"data_units_written": 3}})
-
-    sensor = DriveSensor(SensorBoard(), tmp_path, tmp_path / "fake", run)
-    assert sensor.sample().lifetime_written_bytes == 3 * 512_000
-
-
-def test_run_json_command(tmp_path: Path) -> None:
-    assert run_json_command(("echo", "{}")) == "{}\n"
-    refused(OSError, "not installed", lambda: run_json_command("no-such-tool-here"))
-    refused(OSError, "exit code", lambda: run_json_command(("ls", str(tmp_path / "absent"))))

@@ -39,7 +39,6 @@ def test_snapshot_sums_the_window_between_snapshots(tmp_path: Path) -> None:
     assert snapshot["nvme_queue_depth"] > 0
     assert snapshot["nvme_free_bytes"] > 0
     assert snapshot["nvme_temp_c"] == 47.85
-    assert snapshot["nvme_lifetime_written_bytes"] == 2_000_000 * 512_000
     assert sampler.explanations() == []
     # A new window: no sample yet, so the last values; nothing moved on the drive.
     after = sampler.snapshot(gpu_mem_peak_bytes=77)
@@ -63,7 +62,6 @@ GPU_FIELDS = ("gpu_mem_bytes", "gpu_mem_peak_bytes", "gpu_util_pct", "gpu_temp_c
     ({"nvmlInit": FakeNvmlError(12, "Shared Library Not Found")}, {}, GPU_FIELDS, ["Shared Library Not Found"]),
     ({}, {"gpu": None}, GPU_FIELDS, []),
     ({}, {"pinned_bytes": failing(RuntimeError("pool closed"))}, ["pinned_bytes"], ["pool closed"]),
-    ({}, {"run_command": failing(OSError("exit code 1; it may need root"))}, ["nvme_lifetime_written_bytes"], ["root"]),
 ])  # fmt: skip
 def test_what_gives_nothing_is_null_and_said_once(tmp_path: Path, errors, settings, null, words) -> None:
     nvml = FakeNvml()

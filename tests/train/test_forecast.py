@@ -49,7 +49,7 @@ def test_the_streaming_engines_settings_are_planned_as_they_are():
     (3, "nvme", "cpu", "infinity"),
 ])  # fmt: skip
 def test_deepspeeds_homes_are_planned_as_they_are(stage: int, optimizer: Any, params: Any, name: str):
-    p = plan_of(SHAPE, server(), ChosenOffload(stage, optimizer, params, None, 0))
+    p = plan_of(SHAPE, server(), ChosenOffload(stage, optimizer, params, None, staged=optimizer == "nvme"))
     assert (p.engine, p.zero_stage) == ("deepspeed", name)
     assert p.homes["optimizer states"] == {"none": "VRAM", "cpu": "RAM", "nvme": "NVMe"}[optimizer]
     assert p.uses_drive == (optimizer == "nvme")
@@ -57,8 +57,8 @@ def test_deepspeeds_homes_are_planned_as_they_are(stage: int, optimizer: Any, pa
 
 def test_staged_states_are_planned_in_their_format():
     n = SHAPE.total_params
-    stock = ChosenOffload(3, "cpu", "cpu", None, 0)
-    staged = ChosenOffload(3, "cpu", "cpu", None, 0, staged=True, states="split8")
+    stock = ChosenOffload(3, "cpu", "cpu", None)
+    staged = ChosenOffload(3, "cpu", "cpu", None, staged=True, states="split8")
     slow, fast = (plan_of(SHAPE, server(), offload) for offload in (stock, staged))
     assert fast.state_format == "split8" and fast.part_bytes("ram", "master") == 2 * n
     assert (

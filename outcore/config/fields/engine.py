@@ -96,7 +96,7 @@ class EngineFields:
     Default: false."""
     nvme_checksums: Literal["auto", "on", "off", "sampled"] = "auto"
     """Verify what the NVMe drive gives back: on everything, sampled one section in eight; auto: on where a core does
-    4 GB/s of checksums. DeepSpeed's own NVMe offload cannot."""
+    4 GB/s of checksums."""
     offload_optimizer: Literal["auto", "none", "cpu", "nvme"] = setting(
         "auto", file=("zero_optimization.offload_optimizer.device",)
     )
@@ -116,14 +116,14 @@ class EngineFields:
     min_loss_scale: float | None = setting(None, file=("fp16.min_loss_scale",), above=0)
     """fp16: the smallest scale. Default: 1."""
     deepspeed_offload: Literal["staged", "stock"] | None = setting(None, file=("outcore.offload",))
-    """Engine deepspeed: who moves what is offloaded: outcore (staged, the default), or DeepSpeed itself (stock)."""
+    """Engine deepspeed: who moves what is offloaded: outcore (staged, the default), or DeepSpeed, in RAM (stock)."""
     aio_block_size: int | None = setting(
         None, file=("aio.block_size",), above=0, most=1 << 30, usual="1048576 to 16777216"
     )
-    """DeepSpeed's own NVMe offload: bytes per drive request, a multiple of 4096: 524288 for SATA or USB
+    """Written for DeepSpeed by itself: bytes per drive request, a multiple of 4096: 524288 for SATA or USB
     SSDs, 1048576 for NVMe, 2097152 also on PCIe 4.0. Default: 1048576."""
     aio_queue_depth: int | None = setting(None, file=("aio.queue_depth",), above=0, most=4096)
-    """DeepSpeed's own NVMe offload: drive requests in flight: 4 for SATA or USB SSDs, 8 to 16 for
+    """Written for DeepSpeed by itself: drive requests in flight: 4 for SATA or USB SSDs, 8 to 16 for
     NVMe, 32 for several drives. Default: 8."""
     pin_memory: bool | None = setting(
         None, file=("zero_optimization.offload_optimizer.pin_memory", "zero_optimization.offload_param.pin_memory")

@@ -19,31 +19,26 @@ from typing import Any
 import torch
 
 from outcore.common.os_layer import remove_own_buffer
-from outcore.common.quantities import MIB
 from outcore.config import RunSettings
 from outcore.engine.base import Engine, EngineError, Host
 from outcore.engine.deepspeed.config.builder import build_config, check_by_deepspeed
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
 from outcore.engine.deepspeed.environment import (
-    accelerator,
     ask_processor_once,
     prepare_environment,
     remove_stale_builds,
     tell_of_builds,
 )
-from outcore.engine.deepspeed.offload import usable_for_deepspeed
 from outcore.engine.deepspeed.settings import BuiltConfig, ChosenOffload, RunFacts
 from outcore.engine.deepspeed.staged.binding import check_version
 from outcore.engine.deepspeed.staged.plan import make_plan
 from outcore.flow import let_segments_grow
 from outcore.flow.weights import choose_verification
-from outcore.machine.offload import validate_nvme_path
 from outcore.model import LoadedModel, ModelSettings, load_model, resolve_source
 from outcore.model.adapters import with_adapters
 from outcore.model.facts import checkpoint_name, model_class_of, model_facts, skeleton_and_tied, undecayed
 from outcore.model.forward import attention_of, unwrap
 from outcore.model.packed import PACKED_ATTENTION
-from outcore.model.weights import full_numel
 from outcore.sizing.layouts import DeepSpeedLayout, Staged
 from outcore.sizing.swapping import WeightCounts
 from outcore.staging import whole_device
@@ -62,14 +57,12 @@ class Resolved:
 def facts_for_builder(model: Any, tied_numels: tuple[int, ...] = ()) -> WeightCounts:
     """Sizes the builder needs, from a live model or a meta-device skeleton. `tied_numels`: see `WeightCounts`."""
     facts = model_facts(model)
-    big = [sum(1 for p in module.parameters(recurse=False) if full_numel(p) * 2 >= MIB) for module in model.modules()]
     return WeightCounts(
         total_params=facts.total_params,
         largest_weight_numel=facts.largest_weight_numel,
         num_tensors=facts.num_tensors,
         hidden_size=facts.hidden_size,
         trainable_params=facts.trainable_params or None,
-        max_tensors_per_module=max(1, *big),
         tied_numels=tied_numels,
     )
 
@@ -99,10 +92,7 @@ def resolve(
     staged = settings.offload.engine == "staged"
     if staged:
         check_version()
-    check = validate_nvme_path if staged else usable_here
-    built = build_config(settings, facts, run, nvme_check=check, staged=staged)
-    if staged and built.offload.uses_nvme and not built.offload.staged:
-        built = build_config(settings, facts, run, nvme_check=usable_here)
+    built = build_config(settings, facts, run, staged=staged)
     if built.offload.stage == 3 and model_settings.lora is not None and model_settings.lora.use_dora:
         raise ValueError(
             "use_dora: DeepSpeed's ZeRO-3 takes a layer's weights away when it has run, and DoRA needs their lengths "
@@ -110,20 +100,6 @@ def resolve(
         )
     check_by_deepspeed(built.config)
     return Resolved(settings, built, facts, run), loaded
-
-
-def usable_here(path: str, required_space_gb: float) -> tuple[bool, str]:
-    """`usable_for_deepspeed`, and DeepSpeed's drive extension can be loaded (it needs libaio)."""
-    ok, message = usable_for_deepspeed(path, required_space_gb)
-    if not ok:
-        return ok, message
-    builder = accelerator().create_op_builder("AsyncIOBuilder")
-    if builder is not None and builder.is_compatible(verbose=False):
-        return True, message
-    return False, (
-        f"{path}: DeepSpeed's async_io extension, which moves the bytes, cannot be loaded here: libaio or its "
-        "header is missing. Install it (sudo apt install libaio-dev) and start again."
-    )
 
 
 def init_process_group(has_cuda: bool, local_rank: int) -> None:
@@ -190,7 +166,6 @@ def build_engine(
     return DeepSpeedEngine(
         engine,
         loaded,
-        nvme_state=offload.optimizer == "nvme" and not offload.staged,
         check_finite=resolved.settings.precision != "fp16",
         takes_borders=attention_of(unwrap(loaded.model)) == PACKED_ATTENTION,
     )

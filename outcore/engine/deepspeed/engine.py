@@ -42,23 +42,19 @@ class DeepSpeedEngine:
 
     name = "deepspeed"
 
-    def __init__(
-        self, engine: Any, loaded: LoadedModel, *, nvme_state: bool, check_finite: bool, takes_borders: bool = False
-    ) -> None:
+    def __init__(self, engine: Any, loaded: LoadedModel, *, check_finite: bool, takes_borders: bool = False) -> None:
         """`takes_borders`: the model attends to packed rows by documents' borders, given to each forward."""
         self.ds = engine
         self.takes_borders = takes_borders
         self.loaded = loaded
         self.network: nn.Module = engine.module.network
-        self.nvme_state = nvme_state
         self.check_finite = check_finite
         self.rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         self.world_size = engine.world_size
         self.device = torch.device(engine.device)
         self.updates = 0
         self.state = open_state(engine)
-        if not nvme_state:
-            self.state.prepare(0)  # stage none takes a step of its own when it is made, and would count from 1
+        self.state.prepare(0)  # stage none takes a step of its own when it is made, and would count from 1
         self._state_bytes = self._saved_bytes()
         self._closed = False
 
@@ -172,11 +168,9 @@ class DeepSpeedEngine:
         return tuple(param.ds_shape) if hasattr(param, "ds_shape") else tuple(param.shape)
 
     def _saved_bytes(self) -> int:
-        """Bytes of weights, and unless they live on NVMe of the fp32 master and two moments."""
-        per_param = 0 if self.nvme_state else 12
-        return sum(
-            torch.Size(self._shape(p)).numel() * (p.dtype.itemsize + per_param) for _, p in self._trainable()
-        ) + sum(t.numel() * t.dtype.itemsize for t in persistent_buffers(self.network).values())
+        """Bytes of weights, fp32 masters and two moments."""
+        states = sum(torch.Size(self._shape(p)).numel() * (p.dtype.itemsize + 12) for _, p in self._trainable())
+        return states + sum(t.numel() * t.dtype.itemsize for t in persistent_buffers(self.network).values())
 
     def facts(self) -> EngineFacts:
         """Pinned: the staged engine's pool; None with stock offload, whose buffers lie in torch's cache of pinned
@@ -195,14 +189,13 @@ class DeepSpeedEngine:
             return buffers[name] if name in buffers else self.state.get_weight(trainable[name])
 
         self._write_family(folder, "model", plans, weight, on_file)
-        if not self.nvme_state:
-            for family in FAMILIES:
-                plans = [TensorPlan(n, torch.float32, self._shape(p)) for n, p in trainable.items()]
-                self._write_family(folder, family, plans, lambda n, f=family: self.state.get(trainable[n], f), on_file)
+        for family in FAMILIES:
+            plans = [TensorPlan(n, torch.float32, self._shape(p)) for n, p in trainable.items()]
+            self._write_family(folder, family, plans, lambda n, f=family: self.state.get(trainable[n], f), on_file)
         return {
             "engine": self.name,
             "updates": self.updates,
-            "optimizer_state": not self.nvme_state,
+            "optimizer_state": True,
             "loss_scaler": self.state.scaler_state(),
         }
 
@@ -213,9 +206,8 @@ class DeepSpeedEngine:
         plans: list[TensorPlan],
         value: Callable[[str], torch.Tensor],
         on_file: Callable[[Path, int], None] | None = None,
-        max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> list[tuple[str, list[TensorPlan]]]:
-        shards = plan_shards(plans, stem, max_shard_bytes)
+        shards = plan_shards(plans, stem, MAX_SHARD_BYTES)
         for file_name, group in shards:
             if self.rank == 0:
                 crc = write_shard(folder / file_name, group, value)
@@ -233,11 +225,6 @@ class DeepSpeedEngine:
                 f"{folder}: was saved with optimizer states on NVMe, which stock DeepSpeed cannot restore: it holds "
                 "weights only, and training on from it would silently lose the optimizer's moments. Start a new run "
                 "from its exported model, or train with --zero_stage zero3 (RAM offload), whose checkpoints resume."
-            )
-        if self.nvme_state:
-            raise CheckpointError(
-                f"{folder}: cannot be resumed with optimizer states on NVMe: stock DeepSpeed loses them on load. "
-                "Resume with --zero_stage zero3 (RAM offload)."
             )
         check_optimizer(folder, state, "adamw")
         trainable = dict(self._trainable())

@@ -74,9 +74,8 @@ def estimate_nvme_space_required(
     multiplied by `safety_factor`. Everything is 18 B, which is what DeepSpeed writes with all on NVMe: 1 B parameters
     x 1.5 = 27 GB.
 
-    DeepSpeed keeps master and gradients beside the moments: the optimizer alone really takes 16 B on its drive, which
-    the default factor of 1.5 does not cover entirely. `build_config` therefore checks the free space against
-    DeepSpeed's own numbers (`swapping.nvme_bytes`); this estimate is the one by parts, for planning.
+    A run checks the free space against what its own format of states takes (`swapping.nvme_bytes`); this estimate is
+    the one by parts, for planning.
 
     Raises:
         ValueError: a negative count, or a factor below 1 or not finite."""
@@ -105,9 +104,9 @@ def build_infinity_config(
     """`base_config` with ZeRO-3 and NVMe offload, as a new dict; `base_config` is never changed.
 
     Only what offloading concerns is replaced (zero_optimization, aio, torch's own AdamW); everything else is copied as
-    it is. `offload_gradients` is written as outcore.nvme_offload_gradients, which our staged offload reads (stock
-    DeepSpeed has no such setting). Without `model` the swap buffers are made for weights of up to 600 M elements: much
-    locked RAM; give the facts of your model for tight ones. The path is not touched; `validate_nvme_path` checks it.
+    it is. What is offloaded is moved by outcore's staged offload; `offload_gradients` is written as
+    outcore.nvme_offload_gradients, which stock DeepSpeed does not have. The path is not touched; `validate_nvme_path`
+    checks it.
 
     Raises:
         ValueError: an unusable spelling of the path, values out of range, contradictory keys in `base_config`."""
@@ -126,7 +125,7 @@ def build_infinity_config(
         strict_offload=True,
     )
     settings = resolve(asked, understand(base_config), ProcessFacts(world_size=world_size))
-    run = RunFacts(world_size=world_size, memlock_limit_bytes=1 << 62)
+    run = RunFacts(world_size=world_size)
     if settings.offload.gradients_on_nvme:
         if not offload_optimizer or settings.offload.engine != "staged":
             raise ValueError(
@@ -134,7 +133,7 @@ def build_infinity_config(
                 "'staged', the default): stock DeepSpeed has no such setting."
             )
         settings = replace(settings, offload=replace(settings.offload, gradients_on_nvme=False))  # a key of ours
-    built = build_config(settings, facts, run, nvme_check=_unchecked)
+    built = build_config(settings, facts, run, nvme_check=_unchecked, staged=settings.offload.engine == "staged")
     config = copy.deepcopy(dict(base_config))
     config["zero_optimization"] = built.config["zero_optimization"]
     if "aio" in built.config:

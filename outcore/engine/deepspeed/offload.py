@@ -1,5 +1,8 @@
 """Homes of optimizer states and parameters: what was asked for, the drive's state and free RAM.
 
+Only outcore's staged offload puts anything on a drive. DeepSpeed's own loses states when a run is resumed and never
+checks its transfers, so that what would take it falls back to RAM.
+
 An unusable drive means RAM (or an error with `strict_offload`); states that do not fit the RAM spill to the drive when
 there is one (residency auto)."""
 
@@ -15,19 +18,11 @@ from outcore.engine.deepspeed.settings import Notes, RunFacts
 from outcore.machine.offload import (
     SPACE_SAFETY,
     NvmePathError,
-    check_direct_io,
     describe_folder,
     resolve_nvme_paths,
-    validate_nvme_path,
 )
 from outcore.sizing.streaming import RAM_RESERVE_BYTES
-from outcore.sizing.swapping import (
-    NVME_RAM_BYTES_PER_PARAM,
-    RAM_BYTES_PER_PARAM,
-    RAM_OVERHEAD_BYTES,
-    WeightCounts,
-    nvme_bytes,
-)
+from outcore.sizing.swapping import WeightCounts, nvme_bytes
 
 NvmeCheck = Callable[[str, float], tuple[bool, str]]
 """(path, required GB) -> (usable, message), as `validate_nvme_path`."""
@@ -35,7 +30,7 @@ NvmeCheck = Callable[[str, float], tuple[bool, str]]
 
 @dataclass(frozen=True)
 class OffloadCosts:
-    """Bytes per parameter that an offload engine takes, for deciding what fits where."""
+    """Bytes per parameter that the staged offload takes, for deciding what fits where."""
 
     ram: float
     """Everything in RAM."""
@@ -44,29 +39,14 @@ class OffloadCosts:
     ram_optimizer_on_nvme: float
     nvme_optimizer: float
     """On the drive, per trainable parameter."""
-    is_partial: bool = False
-    """Whether states may lie partly in RAM and partly on the drive."""
 
 
-STOCK_COSTS = OffloadCosts(
-    ram=RAM_BYTES_PER_PARAM,
-    ram_overhead=RAM_OVERHEAD_BYTES,
-    ram_optimizer_on_nvme=NVME_RAM_BYTES_PER_PARAM,
-    nvme_optimizer=16,
+NOT_BY_DEEPSPEED = (
+    "DeepSpeed's own NVMe offload is not used: it loses the optimizer's states when a run is resumed, and never checks "
+    "what it reads. Leave out what asks for it (outcore.offload stock, or the key that is named above)."
 )
-"""Stock DeepSpeed 0.19.8; on the drive fp32 master, two moments and the fp32 gradients."""
+WITH_THE_OPTIMIZER = "parameters go to a drive only with an optimizer in RAM or there (--offload_optimizer cpu)."
 STAGES = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "infinity": 3}
-
-
-def usable_for_deepspeed(path: str, required_space_gb: float) -> tuple[bool, str]:
-    """`validate_nvme_path` and, since stock DeepSpeed depends on them, direct transfers in steps of 1 KiB."""
-    ok, message = validate_nvme_path(path, required_space_gb)
-    if not ok:
-        return ok, message
-    direct_ok, reason = check_direct_io(path)
-    if not direct_ok:
-        return False, f"DeepSpeed cannot offload to {path}: {reason}. Choose a folder on a local NVMe drive."
-    return True, message
 
 
 @dataclass(frozen=True)
@@ -89,13 +69,14 @@ def place(
     run: RunFacts,
     notes: Notes,
     nvme_check: NvmeCheck,
-    costs: OffloadCosts = STOCK_COSTS,
-    budgeted_drive_bytes: Callable[[OffloadPlacement], int] | None = None,
+    costs: OffloadCosts | None,
+    budgeted_drive_bytes: Callable[[OffloadPlacement], int],
 ) -> OffloadPlacement:
     """Decide the homes of optimizer states and parameters.
 
-    `budgeted_drive_bytes`: of one rank on the drive when a RAM budget keeps a part of it off; without it, or without a
-    budget, the drive must have room for all that may go there.
+    `costs`: None where DeepSpeed itself is to move what is offloaded, which then stays in RAM.
+    `budgeted_drive_bytes`: of one rank on the drive when a RAM budget keeps a part of it off; without a budget the
+    drive must have room for all that may go there.
 
     Raises:
         ValueError: gradients on a drive that has no states, or an unusable drive under `strict_offload`."""
@@ -106,14 +87,20 @@ def place(
             "zero_stage infinity with neither optimizer nor parameters on NVMe is ZeRO-3 with offload to RAM. "
             "Leave nvme_offload_optimizer or nvme_offload_params on to use the drive."
         )
-    budget_bytes = _budget_bytes(wanted, costs, notes)
-    if stage == 3 and settings.zero_stage != "infinity" and wanted.nvme_path and wanted.residency == "auto":
+    budget_bytes = None if wanted.ram_budget_gib is None else int(wanted.ram_budget_gib * GIB)
+    if costs is None and budget_bytes is not None:
+        notes.dropped("ram_budget_gib", "stock DeepSpeed keeps all states in RAM")
+        budget_bytes = None
+    may_spill = stage == 3 and settings.zero_stage != "infinity" and wanted.nvme_path and wanted.residency == "auto"
+    if costs is not None and may_spill:
         ram_bytes = budget_bytes if budget_bytes is not None else run.ram_available_bytes
         spilled = _spill(wanted, model, run, ram_bytes, costs, notes)
-        if costs.is_partial and spilled != (optimizer, params) and ram_bytes is not None and budget_bytes is None:
+        if spilled != (optimizer, params) and ram_bytes is not None and budget_bytes is None:
             budget_bytes = max(0, ram_bytes - RAM_RESERVE_BYTES)
         optimizer, params = spilled
-    gradients_on_nvme = wanted.gradients_on_nvme and _gradients_may_go(settings.zero_stage, optimizer, costs, notes)
+    gradients_on_nvme = wanted.gradients_on_nvme
+    if gradients_on_nvme:
+        _check_gradients(settings.zero_stage, optimizer, costs, notes)
     if "nvme" not in (optimizer, params):
         if wanted.nvme_path and wanted.path_is_asked:
             notes.warn(
@@ -123,8 +110,10 @@ def place(
         return OffloadPlacement(stage, optimizer, params, None)
     per_rank = None if budget_bytes is None else budget_bytes // run.local_ranks
     placement = OffloadPlacement(stage, optimizer, params, None, per_rank, gradients_on_nvme)
+    if costs is None or optimizer == "none":
+        return fall_back(placement, NOT_BY_DEEPSPEED if costs is None else WITH_THE_OPTIMIZER, wanted, notes)
     on_drive = nvme_bytes(model, settings.precision, optimizer == "nvme", params == "nvme", costs.nvme_optimizer)
-    if budgeted_drive_bytes is not None and per_rank is not None:
+    if per_rank is not None:
         on_drive = budgeted_drive_bytes(placement) * run.world_size
     required_gb = SPACE_SAFETY * on_drive / GB
     required_gb *= run.local_ranks / run.world_size
@@ -132,9 +121,7 @@ def place(
     if usable:
         notes.lines.append(f"NVMe: {message}")
         return replace(placement, nvme_path=str(folders[0]), drives=tuple(map(str, folders)))
-    return fall_back(
-        OffloadPlacement(stage, optimizer, params, None, gradients_on_nvme=gradients_on_nvme), message, wanted, notes
-    )
+    return fall_back(placement, message, wanted, notes)
 
 
 def fall_back(placement: OffloadPlacement, reason: str, wanted: Offload, notes: Notes) -> OffloadPlacement:
@@ -160,16 +147,6 @@ def fall_back(placement: OffloadPlacement, reason: str, wanted: Offload, notes: 
     )
 
 
-def _budget_bytes(wanted: Offload, costs: OffloadCosts, notes: Notes) -> int | None:
-    """The RAM budget, of the whole host."""
-    if wanted.ram_budget_gib is None:
-        return None
-    if not costs.is_partial:
-        notes.dropped("ram_budget_gib", "stock DeepSpeed keeps all states in RAM or all of them on the drive")
-        return None
-    return int(wanted.ram_budget_gib * GIB)
-
-
 def _spill(
     wanted: Offload, model: WeightCounts, run: RunFacts, ram_bytes: int | None, costs: OffloadCosts, notes: Notes
 ) -> tuple[Device, Device]:
@@ -183,33 +160,31 @@ def _spill(
         return optimizer, params
     rest_bytes = int(costs.ram_optimizer_on_nvme * model.total_params * local_share)
     spill_params = params == "cpu" and wanted.params_may_spill and rest_bytes > ram_bytes
-    who = "here" if costs.is_partial else "with DeepSpeed"
-    what = "What does not fit of the optimizer states goes" if costs.is_partial else "Optimizer states go"
     notes.warn(
-        f"Spilling to NVMe: all in RAM needs about {format_gib(need_bytes)} {who} ({costs.ram:g} B per parameter and "
-        f"{format_gib(costs.ram_overhead)}), {format_gib(ram_bytes)} are available. {what} to the drive"
+        f"Spilling to NVMe: all in RAM needs about {format_gib(need_bytes)} here ({costs.ram:g} B per parameter and "
+        f"{format_gib(costs.ram_overhead)}), {format_gib(ram_bytes)} are available. What does not fit of the optimizer "
+        "states goes to the drive"
         f"{' and parameters too' if spill_params else ', parameters stay in RAM'}."
     )
     return "nvme", "nvme" if spill_params else params
 
 
-def _gradients_may_go(name: str, optimizer: Device, costs: OffloadCosts, notes: Notes) -> bool:
-    """Whether this run keeps gradients on the drive, with a note; ValueError where it makes no sense."""
+def _check_gradients(name: str, optimizer: Device, costs: OffloadCosts | None, notes: Notes) -> None:
+    """Note what gradients on the drive cost; ValueError where they cannot go there."""
     if optimizer != "nvme":
         raise ValueError(
             "nvme_offload_gradients needs the optimizer on NVMe as well (zero_stage infinity with "
             "nvme_offload_optimizer "
             f"true); zero_stage is {name} and the optimizer states live on {optimizer}."
         )
-    if costs.is_partial:
-        notes.lines.append(
-            "nvme_offload_gradients: gradients go to the drive as backward produces them, and come back for each "
-            "further micro-batch and for the optimizer: slower, and only for want of 2 bytes of RAM per parameter"
+    if costs is None:
+        raise ValueError(
+            "nvme_offload_gradients: stock DeepSpeed has no such setting. Leave it out, or let outcore move what is "
+            "offloaded (--deepspeed_offload staged)."
         )
-        return True
-    raise ValueError(
-        "nvme_offload_gradients: stock DeepSpeed has no such setting. Leave it out, or let outcore move what is "
-        "offloaded (--deepspeed_offload staged)."
+    notes.lines.append(
+        "nvme_offload_gradients: gradients go to the drive as backward produces them, and come back for each "
+        "further micro-batch and for the optimizer: slower, and only for want of 2 bytes of RAM per parameter"
     )
 
 

@@ -25,8 +25,6 @@ class RunFacts:
     """Keeps this run's swap files apart from another run's on the same drive."""
     ram_available_bytes: int | None = None
     """RAM this run may take on this host; None turns the automatic spill to NVMe off."""
-    memlock_limit_bytes: int | None = None
-    """Most bytes the process may lock. None: ask the operating system."""
 
     def __post_init__(self) -> None:
         for name in ("world_size", "local_world_size"):
@@ -55,8 +53,6 @@ class ChosenOffload:
     params: Device
     nvme_path: str | None
     """Folder DeepSpeed is given (it removes and recreates `zero_stage_3` in it at start); None without NVMe."""
-    locked_bytes: int
-    """Page-locked RAM per rank that stock DeepSpeed's NVMe swap buffers take."""
     staged: bool = False
     """Whether outcore's own optimizer step and parameter swapper run in DeepSpeed's place (`staged/`)."""
     states: str = "fp32"

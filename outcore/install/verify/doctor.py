@@ -115,7 +115,6 @@ def probe_rows(
     chosen: RequirementSet,
     repository: Path,
     environ: Mapping[str, str],
-    offload_path: Path,
     build_results: Sequence[BuildResult] = (),
     tell: Callable[[str], None] = lambda part: None,
 ) -> list[ReportRow]:
@@ -136,8 +135,7 @@ def probe_rows(
         ]
         tries_deepspeed = with_deepspeed and bool(built or build_results)
         if tries_deepspeed:
-            where = offload_path if offload_path.is_dir() else repository
-            command = [python, "-m", PROBE, "deepspeed", str(deepspeed_file), accelerator, ",".join(built), str(where)]
+            command = [python, "-m", PROBE, "deepspeed", str(deepspeed_file), accelerator, ",".join(built)]
             children.append(RunningProbe(command, environ, deepspeed_file, repository))
         try:
             outcomes = [child.finish(tell=tell) for child in children]
@@ -235,14 +233,11 @@ def extension_rows(
         if extension.name in built:
             anew = f"`rm -rf {directory / extension.name} && python setup.py`"
             finding = findings.get(extension.name)
-            rows.append(_row(extension.name, finding, extension.what_for, extension.required, ended, fix=anew))
+            rows.append(_row(extension.name, finding, extension.what_for, True, ended, fix=anew))
             continue
-        reason = reasons.get(extension.name) or missing_prerequisite(extension, chosen.accelerator) or "not built yet"
-        status = MISSING if extension.required else DEGRADED
-        fix = extension_fix(extension.name, reason, chosen)
-        rows.append(
-            ReportRow(extension.name, f"not built: {reason}", extension.what_for, status, extension.required, fix)
-        )
+        reason = reasons.get(extension.name) or missing_prerequisite() or "not built yet"
+        found = f"not built: {reason}"
+        rows.append(ReportRow(extension.name, found, extension.what_for, MISSING, True, extension_fix(reason)))
     return rows
 
 

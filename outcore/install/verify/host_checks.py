@@ -13,7 +13,6 @@ from pathlib import Path
 from outcore.common.files import nearest_existing, read_object
 from outcore.common.quantities import GB, GIB, format_gb, format_gib
 from outcore.install.environment import SUPPORTED_PYTHON, Environment
-from outcore.install.extensions import find_nvcc, has_header
 from outcore.install.requirement_set import WSL2_HOWTO, RequirementSet
 from outcore.install.verify.rows import DEGRADED, MISSING, OK, ReportRow
 from outcore.install.verify.wsl import wsl_memory_row
@@ -42,10 +41,7 @@ def host_rows(
     ]
     if machine.is_wsl2:
         rows.append(wsl_memory_row(machine, runner))
-    rows += [gpu_row(machine, chosen), compiler_row(machine)]
-    if chosen.accelerator == "cuda":
-        rows.append(nvcc_row(chosen))
-    return rows
+    return [*rows, gpu_row(machine, chosen), compiler_row(machine)]
 
 
 def python_row(version: str, environment: Environment) -> ReportRow:
@@ -149,46 +145,12 @@ def compiler_row(machine: Machine) -> ReportRow:
     return ReportRow("compiler", compiler, needed, OK, True)
 
 
-def nvcc_row(chosen: RequirementSet) -> ReportRow:
-    needed = "only for DeepSpeed's async_io with a GPU"
-    nvcc = find_nvcc()
-    if nvcc is not None:
-        return ReportRow("nvcc", str(nvcc), needed, OK, False)
-    return ReportRow("nvcc", "none", needed, DEGRADED, False, nvcc_fix(chosen))
-
-
-def nvcc_fix(chosen: RequirementSet) -> str:
-    """Debian's and Ubuntu's own toolkit is CUDA 12; CUDA 13 comes from NVIDIA's repository."""
-    if chosen.name == "cuda13":
-        where = "add NVIDIA's package source (developer.nvidia.com/cuda-downloads)"
-        return f"{where}, then `sudo apt-get install -y cuda-toolkit-13-0`"
-    return "`sudo apt-get install -y nvidia-cuda-toolkit`"
-
-
-def libaio_fix() -> str:
-    """The package with libaio.h, by the package manager that is here."""
-    for tool, command in (
-        ("apt-get", "sudo apt-get install -y libaio-dev"),
-        ("dnf", "sudo dnf install -y libaio-devel"),
-        ("yum", "sudo yum install -y libaio-devel"),
-        ("pacman", "sudo pacman -S --noconfirm libaio"),
-        ("zypper", "sudo zypper install -y libaio-devel"),
-    ):
-        if shutil.which(tool):
-            return f"`{command}`, then `python setup.py`"
-    return "install libaio's headers (libaio.h), then `python setup.py`"
-
-
-def extension_fix(name: str, reason: str, chosen: RequirementSet) -> str:
+def extension_fix(reason: str) -> str:
     """Words for what to do about an extension that was not built, for this `reason`."""
     if "compiler" in reason:
         return "`sudo apt-get install -y build-essential`, then `python setup.py`"
     if "Python's headers" in reason:
         return f"`sudo apt-get install -y python{sysconfig.get_python_version()}-dev`, then `python setup.py`"
-    if name == "async_io" and ("libaio" in reason or not has_header("libaio.h")):
-        return libaio_fix()
-    if "nvcc" in reason:
-        return nvcc_fix(chosen) + ", then `python setup.py`"
     return "`python setup.py --deepspeed` builds it; logs/setup_build.log has the compiler's words"
 
 

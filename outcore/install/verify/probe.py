@@ -3,7 +3,7 @@ outcore.install.verify.probe`.
 
     build BUILDER                       build one DeepSpeed extension (compiler output on stdout)
     packages RESULTS ACCELERATOR        use every package once, for real
-    deepspeed RESULTS ACCELERATOR NAME,NAME OFFLOAD_DIR   load the built extensions, take one ZeRO-3 step
+    deepspeed RESULTS ACCELERATOR NAME,NAME   load the built extensions, take one ZeRO-3 step
 
 Each finding is a line of JSON in the file RESULTS, written before and after its trial, so that a part that brings the
 process down is known by name. Costs 8-12 s of imports each; the two checks run side by side."""
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> None:
     elif arguments[0] == "deepspeed":
         from outcore.install.verify.probes.deepspeed import check_deepspeed
 
-        check_deepspeed(recorder, accelerator, [name for name in arguments[3].split(",") if name], Path(arguments[4]))
+        check_deepspeed(recorder, accelerator, [name for name in arguments[3].split(",") if name])
     else:
         raise SystemExit(f"unknown probe {arguments[0]!r}")
 

@@ -5,7 +5,6 @@ from outcore.machine.offload.folder import (
     MIN_GB_PER_S,
     SPACE_SAFETY,
     NvmePathError,
-    check_direct_io,
     describe_folder,
     resolve_nvme_path,
     resolve_nvme_paths,

@@ -1,16 +1,13 @@
 """Is this folder a place to offload to?
 
 `validate_nvme_path` really writes, reads back and removes a test file, checks free space with a reserve and tells what
-kind of drive it is. `check_direct_io` proves the transfers stock DeepSpeed makes: O_DIRECT in multiples of 1 KiB, whose
-result it never checks, so that a drive which refuses them would silently corrupt training. Nothing is left on the
-drive."""
+kind of drive it is. Nothing is left on the drive."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import math
-import mmap
 import os
 import re
 import secrets
@@ -41,8 +38,6 @@ WARNINGS = {
 """Kind of drive -> what is said of it."""
 UNSEEN = f" Whether an NVMe drive is behind it cannot be seen; {own_command('probe')} measures its speed."
 TEST_FILE_BYTES = 4 * MIB
-DEEPSPEED_IO_STEP_BYTES = 1024
-"""DeepSpeed's transfer sizes are multiples of this (AIO_ALIGNED_BYTES in deepspeed/runtime/swap_tensor/utils.py)."""
 _WINDOWS_PATH = re.compile(r"^[A-Za-z]:[\\/]|^\\\\|^//[^/]")
 _TEST_PREFIX = ".outcore-write-test-"
 
@@ -179,44 +174,6 @@ def slow_drive_warning(path: str | os.PathLike[str], read_gb_per_s: float, write
         f"Warning: {path} {slow}, below {MIN_GB_PER_S:g} GB/s: steps that offload to this drive wait for it most of "
         "the time. Use a PCIe 4.0 NVMe drive, or keep more in RAM."
     )
-
-
-def check_direct_io(path: str | os.PathLike[str]) -> tuple[bool, str]:
-    """Does the drive take O_DIRECT transfers whose size is a multiple of 1 KiB but not of 4 KiB?
-
-    Stock DeepSpeed makes such transfers and ignores their result. The folder must exist.
-
-    Returns:
-        (ok, reason): reason is '' when ok."""
-    flag = getattr(os, "O_DIRECT", None)
-    folder = resolve_nvme_path(path)
-    if flag is None:
-        return False, "this operating system has no O_DIRECT, which DeepSpeed's drive transfers need"
-    n_bytes = 4096 + DEEPSPEED_IO_STEP_BYTES
-    with temporary_file(folder) as file, mmap.mmap(-1, 8192) as page_aligned:
-        page_aligned[:n_bytes] = secrets.token_bytes(n_bytes)
-        written = bytes(page_aligned[:n_bytes])
-        view = memoryview(page_aligned)
-        try:
-            fd = os.open(file, os.O_RDWR | os.O_CREAT | flag, 0o600)
-            try:
-                if os.pwritev(fd, [view[:n_bytes]], 0) != n_bytes:
-                    return False, "a direct write came back short"
-                view[:n_bytes] = bytes(n_bytes)
-                if os.preadv(fd, [view[:n_bytes]], 0) != n_bytes or bytes(view[:n_bytes]) != written:
-                    return False, "a direct read did not return what was written"
-            finally:
-                os.close(fd)
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                return False, (
-                    f"the file system at {folder} refuses direct transfers in steps of {DEEPSPEED_IO_STEP_BYTES} bytes "
-                    "(a RAM disk, a network or Windows-drive mount, or a drive with 4 KiB sectors)"
-                )
-            return False, f"a direct transfer at {folder} failed: {error.strerror} (errno {error.errno})"
-        finally:
-            view.release()
-    return True, ""
 
 
 def _make_folder(folder: Path) -> list[Path]:

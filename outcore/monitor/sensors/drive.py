@@ -1,9 +1,7 @@
-"""DriveSensor: bytes moved, queue depth, free space, temperature and lifetime writes of the drives under one path.
+"""DriveSensor: bytes moved, queue depth, free space and temperature of the drives under one path.
 
-Counters come from BlockDevice, temperature from hwmon (below /sys/class/nvme, or drivetemp for SATA), lifetime writes
-from `nvme` or `smartctl` where they are installed and allowed (usually only root), free space from statvfs.
-Cost: counters and free space about 30 us a look; temperature asks the drive itself, so every 5 s; lifetime writes
-start a program, so every 15 min.
+Counters come from BlockDevice, temperature from hwmon (below /sys/class/nvme, or drivetemp for SATA), free space from
+statvfs. Cost: counters and free space about 30 us a look; temperature asks the drive itself, so every 5 s.
 
 BlockDevice: the kernel's counters of the physical disks under a path.
 
@@ -13,13 +11,9 @@ what the drives really move and wear. Cost: one read of /sys/block/<disk>/stat (
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shutil
-import subprocess
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,9 +68,6 @@ class BlockDevice:
 
 
 TEMPERATURE_INTERVAL_S = 5.0
-LIFETIME_INTERVAL_S = 900.0
-NVME_DATA_UNIT_BYTES = 512_000  # NVMe base specification, SMART log: thousands of 512-byte units
-_COMMAND_TIMEOUT_S = 10.0
 
 
 @dataclass
@@ -87,7 +78,6 @@ class DriveSample:
     free_bytes: int | None = None
     temp_c: float | None = None
     """The hottest disk under the path."""
-    lifetime_written_bytes: int | None = None
 
 
 class DriveSensor:
@@ -95,23 +85,14 @@ class DriveSensor:
 
     Args:
         board: where missing sensors are noted.
-        root: where `sys` and `proc` are looked for; tests replace it.
-        run_command: runs a command and returns its stdout, raising OSError or ValueError; None: subprocess."""
+        root: where `sys` and `proc` are looked for; tests replace it."""
 
-    def __init__(
-        self,
-        board: SensorBoard,
-        path: Path | str,
-        root: Path | str = "/",
-        run_command: Callable[[Sequence[str]], str] | None = None,
-    ) -> None:
+    def __init__(self, board: SensorBoard, path: Path | str, root: Path | str = "/") -> None:
         self._board = board
         self._path = Path(path)
         self._sys_root = Path(root) / "sys"
-        self._run_command = run_command or run_json_command
-        self._temp_at_s = self._lifetime_at_s = float("-inf")
+        self._temp_at_s = float("-inf")
         self._temp_c: float | None = None
-        self._lifetime_written_bytes: int | None = None
         self.device: BlockDevice | None = None
         try:
             self.device = BlockDevice(path, root)
@@ -146,12 +127,7 @@ class DriveSensor:
         if self.device is not None and now_s - self._temp_at_s >= TEMPERATURE_INTERVAL_S:
             self._temp_at_s = now_s
             self._temp_c = self._board.read("nvme_temp_c", self._read_temp, what="The drive's temperature")
-        if self.device is not None and now_s - self._lifetime_at_s >= LIFETIME_INTERVAL_S:
-            self._lifetime_at_s = now_s
-            self._lifetime_written_bytes = self._board.read(
-                "nvme_lifetime_written_bytes", self._read_lifetime, what="The drive's lifetime writes"
-            )
-        return DriveSample(self.read_counters(), self.read_free_bytes(), self._temp_c, self._lifetime_written_bytes)
+        return DriveSample(self.read_counters(), self.read_free_bytes(), self._temp_c)
 
     def _read_temp(self) -> float:
         temps_c = [_read_hwmon(folder) for disk in self.disks for folder in self._hwmon_of(disk)]
@@ -175,26 +151,6 @@ class DriveSensor:
         members = [entry.name for entry in device.glob("nvme[0-9]*") if re.fullmatch(r"nvme\d+", entry.name)]
         return sorted(members) or [match.group(1)]
 
-    def _read_lifetime(self) -> int:
-        return sum(self._lifetime_of(disk) for disk in self.disks)
-
-    def _lifetime_of(self, disk: str) -> int:
-        if not disk.startswith("nvme"):
-            raise OSError(f"{disk} is not an NVMe drive to this system")
-        failures = []
-        for command, keys in (
-            (("nvme", "smart-log", "-o", "json", f"/dev/{disk}"), ("data_units_written",)),
-            (("smartctl", "-j", "-A", f"/dev/{disk}"), ("nvme_smart_health_information_log", "data_units_written")),
-        ):
-            try:
-                value = json.loads(self._run_command(command))
-                for key in keys:
-                    value = value[key]
-                return int(value) * NVME_DATA_UNIT_BYTES
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                failures.append(f"{command[0]}: {describe(error)}")
-        raise OSError("; ".join(failures))
-
 
 def free_bytes(path: Path | str) -> int:
     """Bytes that this user may still write under `path` (or its nearest existing parent)."""
@@ -202,26 +158,6 @@ def free_bytes(path: Path | str) -> int:
         return shutil.disk_usage(path).free
     except FileNotFoundError:
         return shutil.disk_usage(nearest_existing(path)).free
-
-
-def run_json_command(command: Sequence[str]) -> str:
-    """stdout of `command`.
-
-    Raises:
-        OSError: not installed, timed out, or it failed (usually: only root may ask the drive)."""
-    program = shutil.which(
-        command[0], path=os.environ.get("PATH", "") + os.pathsep + "/usr/sbin" + os.pathsep + "/sbin"
-    )
-    if program is None:
-        raise OSError("not installed")
-    try:
-        done = subprocess.run([program, *command[1:]], capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S)
-    except subprocess.TimeoutExpired as error:
-        raise OSError(f"no answer in {_COMMAND_TIMEOUT_S:.0f} s") from error
-    if done.returncode != 0:
-        text = (done.stderr or done.stdout).strip().splitlines()
-        raise OSError(f"exit code {done.returncode}{': ' + text[-1] if text else ''}; it may need root")
-    return done.stdout
 
 
 def _read_hwmon(path: Path) -> float:

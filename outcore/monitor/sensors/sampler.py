@@ -255,7 +255,7 @@ class Sampler:
         gpu: NVML index, UUID or PCI bus id (see GpuSensor); None: no GPU is looked at.
         interval_s: time between samples.
         pinned_bytes: called at each snapshot; returns the bytes of pinned memory that the engine holds.
-        nvml, psutil_module, root (of sys and proc), run_command: fakes for tests."""
+        nvml, psutil_module, root (of sys and proc): fakes for tests."""
 
     def __init__(
         self,
@@ -267,7 +267,6 @@ class Sampler:
         nvml: Any = None,
         psutil_module: Any = None,
         root: Path | str = "/",
-        run_command: Callable[..., str] | None = None,
     ) -> None:
         if interval_s <= 0:
             raise ValueError(f"The sampling interval must be above 0 s, got {interval_s}. The default is 1.")
@@ -279,7 +278,7 @@ class Sampler:
         self._gpu = None if gpu is None else GpuSensor(self._board, gpu, nvml)
         self._gpu_opened = False
         self._host = HostSensor(self._board, root, psutil_module=psutil_module)
-        self._drive = DriveSensor(self._board, nvme_path, root, run_command)
+        self._drive = DriveSensor(self._board, nvme_path, root)
         self._lock = threading.Lock()
         self._window = _Window()
         self._last: tuple[GpuSample, HostSample, DriveSample] | None = None
@@ -373,7 +372,6 @@ class Sampler:
             "pinned_bytes": self._read_pinned(),
             **self._drive_fields(),
             "nvme_temp_c": drive.temp_c,
-            "nvme_lifetime_written_bytes": drive.lifetime_written_bytes,
         }
 
     def describe(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Forecast of DeepSpeed 0.19.8 at every ZeRO stage: bytes per tier and seconds per step. Pure functions.
 
 Stage 3 with offloaded states is planned as the run does it, with outcore's staged offload (`deepspeed_staged`); here is
-the rest, and the offload of stock DeepSpeed, which a run takes where `outcore.offload` says stock.
+the rest, and the offload of stock DeepSpeed to RAM, which a run takes where `outcore.offload` says stock.
 
 What it does was read in its source and measured (constants.py). Per parameter on the GPU without offload: weight 2,
 gradient 2, master 4, moments 8, and the fp32 copy of the gradients made in the optimizer step 4 (ZeRO-3: of one
@@ -14,7 +14,7 @@ What a step of DeepSpeed moves: all micro-batches' passes, and after the last of
 from __future__ import annotations
 
 from outcore.plan import constants as k
-from outcore.plan.deepspeed.memory import STAGE_NUMBER, drive_parts, host_parts, vram_parts
+from outcore.plan.deepspeed.memory import STAGE_NUMBER, host_parts, vram_parts
 from outcore.plan.deepspeed.staged import NOTE as STAGED_NOTE
 from outcore.plan.deepspeed.staged import (
     StagedHomes,
@@ -27,7 +27,7 @@ from outcore.plan.deepspeed.staged import (
 )
 from outcore.plan.hardware import Hardware
 from outcore.plan.profile import RunRequest
-from outcore.plan.record import Plan, StepTime
+from outcore.plan.record import Item, Plan, StepTime
 from outcore.plan.terms import Case, Pass, Rates, Spill, Traffic
 from outcore.sizing.layouts import DeepSpeedLayout
 from outcore.sizing.shape import ModelShape
@@ -64,7 +64,7 @@ def deepspeed_rates(case: Case[DeepSpeedLayout]) -> DeepSpeedRates:
     return DeepSpeedRates(
         case.hardware,
         staged.states if staged is not None else "fp32",
-        k.DEEPSPEED_DRIVE_SHARE if staged is None else k.STREAM_DRIVE_SHARE,
+        k.STREAM_DRIVE_SHARE,
         case.attention_share,
         k.EAGER_SLOWDOWN,
     )
@@ -79,9 +79,7 @@ def deepspeed_traffic(case: Case[DeepSpeedLayout], homes: StagedHomes | None) ->
     h2d = swept * passes if layout.params != "none" else 0
     if layout.params == "none" and layout.optimizer != "none":
         h2d += e * shape.trainable_params // gpus  # updated weights return
-    weights_read = 0
-    if layout.params == "nvme":
-        weights_read = swept * passes * gpus if homes is None else params_read(homes, passes)
+    weights_read = params_read(homes, passes) if homes is not None and layout.params == "nvme" else 0
     gradients_read, gradients_written = gradient_traffic(homes, passes) if homes is not None else (0, 0)
     both = Pass(
         flops=case.flops.forward + case.flops.backward,
@@ -102,14 +100,7 @@ def _update(case: Case[DeepSpeedLayout], homes: StagedHomes | None) -> Pass:
         return staged_update(shape, homes, layout.staged)
     if layout.optimizer == "none":
         return Pass(launched_layers=k.DEEPSPEED_GPU_UPDATE_HOST_LAYERS * shape.num_layers)
-    if layout.optimizer == "cpu":
-        return Pass(ram_bytes=k.DEEPSPEED_OPTIMIZER_DRAM_BYTES * trained)
-    # fp32 gradients 4 out and 4 in, master and moments 12 in and 12 out; 16-bit weights out when they live there
-    return Pass(
-        read_bytes=16.0 * trained,
-        written_bytes=16.0 * trained + (case.element_bytes * trained if layout.params == "nvme" else 0),
-        ram_bytes=k.OPTIMIZER_DRAM_BYTES["fp32"] * trained / k.DRAM_SHARE,
-    )
+    return Pass(ram_bytes=k.DEEPSPEED_OPTIMIZER_DRAM_BYTES * trained)
 
 
 OFFLOADS: dict[str, tuple[tuple[Device, Device], ...]] = {
@@ -131,25 +122,23 @@ def plan_deepspeed(
     gpus = hardware.num_gpus
     vram = vram_parts(case)
     homes = None
+    pinned, drive, notes = list[Item](), list[Item](), list[str]()
     if layout.staged is not None:
         homes = staged_homes(case, layout.staged)
         ram, pinned = staged_host_parts(homes, layout.staged, hardware)
-        drive, buffers_note = staged_drive_parts(homes, layout.staged), [STAGED_NOTE] if "nvme" in layout.homes else []
+        drive, notes = staged_drive_parts(homes, layout.staged), [STAGED_NOTE] if "nvme" in layout.homes else []
     else:
-        ram, pinned, buffers_note = host_parts(case)
-        drive = drive_parts(case)
+        ram = host_parts(case)
     in_drive = sum(p.size_bytes for p in drive if p.name in ("master", "moments"))
     drive += case.kept_checkpoints
     traffic = deepspeed_traffic(case, homes)
-    notes = list(buffers_note)
     if layout.stage in ("zero1", "zero2") or gpus > 1:
         notes.append(UNMEASURED)
     if layout.stage in ("zero1", "zero2") and gpus == 1 and layout.optimizer == "none":
         notes.append(f"on one GPU {layout.stage} divides nothing: it is plain training with smaller buckets")
     return case.plan(
         (*vram, *pinned, *ram, *drive),
-        # Stock DeepSpeed's swap buffers are locked, not registered with CUDA: RAM is their limit.
-        hardware.ram_bytes if homes is None else hardware.pinned_bytes,
+        hardware.pinned_bytes,
         traffic,
         engine="deepspeed",
         zero_stage=layout.stage,

@@ -1,4 +1,4 @@
-"""Bytes of DeepSpeed 0.19.8 by part: of the GPU at every stage, of RAM and the drive with its own offload.
+"""Bytes of DeepSpeed 0.19.8 by part: of the GPU at every stage, of RAM with its own offload.
 
 At the peak of a pass there are activations, the loss of one chunk, or the norm of a large gradient, and gradients as
 autograd returns them; in the step these are gone, and the fp32 copy of the gradients takes their room.
@@ -34,17 +34,13 @@ from outcore.sizing.layouts import DeepSpeedLayout
 from outcore.sizing.ring import BLOCK_BYTES, kept_counts, kept_slots, needed_in_slot, slot_count, worth_keeping
 from outcore.sizing.shape import Blocks, ModelShape
 from outcore.sizing.staged import MIN_BYTES, NORM_NUMEL, RING_SLOTS, frozen_in_ram, leading_in_ram
-from outcore.sizing.streaming import CHUNK_NUMEL, RAM_RESERVE_BYTES, STAGING_BYTES
+from outcore.sizing.streaming import CHUNK_NUMEL, RAM_RESERVE_BYTES
 from outcore.sizing.swapping import (
     BUCKET_NUMEL,
     LIVE_NUMEL,
-    NVME_RAM_BYTES_PER_PARAM,
-    OPTIMIZER_BUFFERS,
-    PARAM_BUFFERS_BASE,
     RAM_BYTES_PER_PARAM,
     RAM_OVERHEAD_BYTES,
     SUB_GROUP_NUMEL,
-    TENSORS_PER_MODULE,
     partition_numel,
 )
 
@@ -159,65 +155,24 @@ def _peaks(case: Case[DeepSpeedLayout]) -> list[_Peak]:
     return peaks
 
 
-def host_parts(case: Case[DeepSpeedLayout]) -> tuple[list[Item], list[Item], list[str]]:
-    """RAM, locked swap buffers, and what there is to say of them."""
+def host_parts(case: Case[DeepSpeedLayout]) -> list[Item]:
+    """RAM where DeepSpeed itself moves what is offloaded, if anything is."""
     shape, layout, gpus = case.shape, case.layout, case.hardware.num_gpus
     e, trained = case.element_bytes, shape.trainable_params
-    frozen = shape.total_params - trained
-    ram = [Item("ram", "page cache reserve", RAM_RESERVE_BYTES)]
+    reserve = Item("ram", "page cache reserve", RAM_RESERVE_BYTES)
     if layout.optimizer == "none" and layout.params == "none":
-        return [*ram, Item("ram", "framework overhead", k.DEEPSPEED_OVERHEAD_BYTES * gpus)], [], []
-    if layout.optimizer != "nvme":
-        # The measured line holds for parameters in RAM as well; with them on the GPU 2 B less.
-        extra = int((RAM_BYTES_PER_PARAM - 16) * trained)
-        in_ram = layout.params == "cpu"
-        return (
-            [
-                *ram,
-                Item("ram", "parameters", e * (trained + frozen) if in_ram else 0),
-                Item("ram", "gradients", e * trained),
-                Item("ram", "master", 4 * trained),
-                Item("ram", "moments", 8 * trained),
-                Item("ram", "DeepSpeed's further copies", extra),
-                Item("ram", "framework overhead", RAM_OVERHEAD_BYTES * gpus),
-            ],
-            [],
-            [],
-        )
-    buffer_bytes = 4 * -(-shape.largest_weight_numel // gpus)
-    count = next((n for n in OPTIMIZER_BUFFERS if n * buffer_bytes * gpus <= STAGING_BYTES), OPTIMIZER_BUFFERS[-1])
-    pinned = [Item("pinned", "optimizer swap buffers", count * buffer_bytes * gpus)]
-    if layout.params == "nvme":
-        size = e * shape.largest_weight_numel
-        pinned.append(Item("pinned", "parameter swap buffers", (PARAM_BUFFERS_BASE + TENSORS_PER_MODULE + gpus) * size))
-    notes = [] if count > 4 else ["the swap buffers are so large that DeepSpeed's optimizer I/O is not pipelined"]
-    measured = int(NVME_RAM_BYTES_PER_PARAM * trained)
-    params_bytes = e * (trained + frozen) if layout.params == "cpu" else 0
-    ram += [
-        Item("ram", "parameters", params_bytes),
+        return [reserve, Item("ram", "framework overhead", k.DEEPSPEED_OVERHEAD_BYTES * gpus)]
+    # The measured line holds for parameters in RAM as well; with them on the GPU 2 B less.
+    extra = int((RAM_BYTES_PER_PARAM - 16) * trained)
+    return [
+        reserve,
+        Item("ram", "parameters", e * shape.total_params if layout.params == "cpu" else 0),
         Item("ram", "gradients", e * trained),
-        Item("ram", "DeepSpeed's further copies", max(0, measured - 2 * e * trained)),
-        Item("ram", "framework overhead", k.DEEPSPEED_OVERHEAD_BYTES * gpus),
+        Item("ram", "master", 4 * trained),
+        Item("ram", "moments", 8 * trained),
+        Item("ram", "DeepSpeed's further copies", extra),
+        Item("ram", "framework overhead", RAM_OVERHEAD_BYTES * gpus),
     ]
-    if layout.params == "nvme":
-        # Measured alike with parameters in RAM and on NVMe: what is saved is taken by buffers and copies.
-        ram.append(Item("ram", "parameters kept or copied in RAM", e * trained))
-    return ram, pinned, notes
-
-
-def drive_parts(case: Case[DeepSpeedLayout]) -> list[Item]:
-    """List what lives on the drive during the run."""
-    layout, trained = case.layout, case.shape.trainable_params
-    parts = []
-    if layout.optimizer == "nvme":
-        parts += [
-            Item("nvme", "master", 4 * trained),
-            Item("nvme", "moments", 8 * trained),
-            Item("nvme", "gradients", 4 * trained),
-        ]
-    if layout.params == "nvme":
-        parts.append(Item("nvme", "parameters", case.element_bytes * case.shape.total_params))
-    return parts
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ memory copies, which is how it is tested without a GPU. Cost: one cell per (dire
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,6 @@ def measure_copies(
     chunks_bytes: Sequence[int],
     stage_s: float,
     most_s: float,
-    tick: Callable[[str], None] = lambda label: None,
 ) -> list[Measurement]:
     """h2d and d2h for every kind of memory in `host` (1-D uint8 tensors) and every chunk that fits; both_ways for the
     pinned kinds at the largest chunk.
@@ -70,10 +69,8 @@ def measure_copies(
     largest = max((tensor.numel() for tensor in host.values()), default=0)
     device_memory = torch.empty(largest, dtype=torch.uint8, device=device)
     for link, kind, chunk_bytes in plan:
-        tick(f"{link} {kind} {chunk_bytes // 1024} KiB")
         found.append(_one_way(clock, device_memory, host[kind], link, kind, chunk_bytes, cell_s))
     for kind in two_way:
-        tick(f"both ways {kind}")
         found.append(_both_ways(clock, device_memory, host[kind], kind, cell_s))
     return found
 

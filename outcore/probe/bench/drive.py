@@ -5,12 +5,12 @@ since writing is wear."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from outcore.common.quantities import KIB, MIB
+from outcore.common.quantities import MIB
 from outcore.probe.bench.budget import ProbeEffort, cell_time_s
 from outcore.probe.bench.drive_cell import KINDS, batch_limit_bytes, bench_memory, measure_cell, measure_iops
 from outcore.probe.bench.measurement import Measurement, best, smallest_good_enough
@@ -42,11 +42,10 @@ def measure_drive(
     effort: ProbeEffort,
     stage_s: float,
     engines: Sequence[str] = ("posix",),
-    tick: Callable[[str], None] = lambda label: None,
     expected_gb_per_s: float = 1.0,
     memory: np.ndarray | None = None,
 ) -> DriveResult:
-    """Measures `file` (open "rw", filled with data). `tick` is told what is being measured.
+    """Measures `file` (open "rw", filled with data).
 
     The first engine is swept over blocks and depths; the others are compared with it at its best setting and at 8 MiB
     (the whole grid with a full-grid effort). The best settings then run again, so that one lucky cell decides nothing.
@@ -55,7 +54,7 @@ def measure_drive(
     left out."""
     result = DriveResult(target=target, is_direct=file.direct)
     cell_s = cell_time_s(stage_s, _cell_count(effort, engines), effort.cell_s)
-    cells = _Cells(file, effort, cell_s, result, tick, batch_limit_bytes(expected_gb_per_s, cell_s), memory)
+    cells = _Cells(file, effort, cell_s, result, batch_limit_bytes(expected_gb_per_s, cell_s), memory)
     for index, engine in enumerate(engines):
         if index and not effort.full_grid:
             chosen = recommended(result)
@@ -68,7 +67,6 @@ def measure_drive(
     for finalist in finalists(result):
         for _ in range(FINAL_ROUNDS):
             cells.add(finalist.link, finalist.engine, finalist.block_bytes, finalist.depth)
-    tick("requests per second at 4 KiB")
     result.iops_depth = max(effort.depths)
     result.iops_4k = measure_iops(file, result.iops_depth, cells.cell_s)
     return result
@@ -110,11 +108,10 @@ class _Cells:
         effort: ProbeEffort,
         cell_s: float,
         result: DriveResult,
-        tick: Callable[[str], None],
         batch_bytes: int,
         memory: np.ndarray | None,
     ) -> None:
-        self.file, self.effort, self.cell_s, self.result, self.tick = file, effort, cell_s, result, tick
+        self.file, self.effort, self.cell_s, self.result = file, effort, cell_s, result
         self.batch_bytes = batch_bytes
         most_bytes = 4 * max(batch_bytes, max(effort.blocks_bytes))
         self.memory = bench_memory(min(most_bytes, 2 * file.size_bytes), memory)
@@ -151,7 +148,6 @@ class _Cells:
         """Measures one cell; a second measurement of the same setting is pooled with the first."""
         if engine_name in self._broken or not self._fits(block_bytes):
             return
-        self.tick(f"{kind.replace('_', ' ')}, {engine_name}, {block_bytes // KIB} KiB x {depth}")
         try:
             engine = open_bench_engine(engine_name, block_bytes, depth)
         except RuntimeError as error:

@@ -18,7 +18,7 @@ import secrets
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ class TestFile(Closing):
             self.close()
             raise
 
-    def fill(self, limit_s: float, progress: Callable[[float], None] | None = None) -> float:
+    def fill(self, limit_s: float) -> float:
         """Writes random bytes until the file is full or the time is up; cuts the file there. Returns GB/s."""
         chunk_bytes = min(FILL_CHUNK_BYTES, self.size_bytes)
         source = aligned_bytes(chunk_bytes)
@@ -147,8 +147,6 @@ class TestFile(Closing):
                 np.add(source, 1, out=source)  # no two chunks alike: some drives recognise duplicates
                 self.written_bytes += engine.submit_write(file, at, source[:n_bytes]).wait()
                 at += n_bytes
-                if progress is not None:
-                    progress(at / self.size_bytes)
                 if time.perf_counter() - start_s > limit_s and at >= min(LEAST_BYTES, self.size_bytes):
                     break
             file.sync()

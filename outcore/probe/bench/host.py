@@ -157,7 +157,6 @@ def measure_updates(
     num_threads: int | None = None,
     backend: BackendName = "auto",
     most_numel: int = MOST_NUMEL,
-    tick: Callable[[str], None] = lambda words: None,
 ) -> UpdateRates:
     """Measure all formats, in about `limit_s` (at least one timed pass each). MemoryError or RuntimeError when it
     cannot be done here."""
@@ -177,7 +176,6 @@ def measure_updates(
         each_s = max(0.0, limit_s - (time.perf_counter() - begin_s)) / (2 * len(FORMATS))
         rates = {}
         for chosen in FORMATS:
-            tick(f"one update in the format {chosen.name}")
             rates[chosen.name] = round(arrays.numel / _median_s(arrays.update(pool, chosen), each_s) / 1e9, 4)
         return UpdateRates(opened.name, pool.num_threads, arrays.numel, rates, time.perf_counter() - begin_s)
 

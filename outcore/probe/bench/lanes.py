@@ -11,13 +11,12 @@ import contextlib
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from outcore.common.quantities import MIB, format_gib, round_up
+from outcore.common.quantities import MIB, round_up
 from outcore.probe.bench.budget import ProbeEffort, cell_time_s
 from outcore.probe.bench.device import measure_copies
 from outcore.probe.bench.drive_cell import bench_memory, measure_cell
@@ -126,7 +125,6 @@ def run_staging_test(
     *,
     stage_s: float,
     transfer_bytes: int = TRANSFER_BYTES,
-    tick: Callable[[str], None] = lambda label: None,
 ) -> StagingTest:
     """Fills the rates of `test` in `stage_s`. `engine` is the caller's and stays open."""
     block_bytes, depth, max_write_bytes = engine.block_bytes, engine.num_threads, effort.write_cell_bytes
@@ -138,7 +136,6 @@ def run_staging_test(
     cell_s = cell_time_s(stage_s, len(plans) + 2 * (2 * (1 if quick else ROUNDS) + 3), effort.cell_s)
 
     def lane_rate(direction: str, slot_bytes: int, slots: int) -> Measurement:
-        tick(f"{direction} lane, {slots} slots of {format_gib(slot_bytes)}")
         lane = LaneSettings(slot_bytes, slots, test.write_combined and direction == "up")
         max_bytes = None if direction == "up" else max_write_bytes
         found = measure_lane(pool, engine, file, direction, lane, cell_s, max_bytes, transfer_bytes)
@@ -165,7 +162,6 @@ def run_staging_test(
         cap_bytes = None if direction == "up" else max_write_bytes
         lanes, drives = [], []
         for _ in range(rounds):  # in turns, since a drive's rate wanders from second to second
-            tick(f"limits of the {direction} lane")
             drives.append(drive_limit(drive_link, cap_bytes))
             lanes.append(lane_rate(direction, test.slot_bytes, test.num_slots).gb_per_s)
         drives.append(drive_limit(drive_link, cap_bytes))

@@ -66,7 +66,6 @@ def measure_latency(
     stage_s: float,
     repeats: int,
     direct_engines: dict[str, StorageEngine] | None = None,
-    tick: Callable[[str], None] = lambda label: None,
 ) -> LatencyResult:
     """Medians over `repeats` transfers per path and size, fewer when the time runs out (never fewer than 3).
 
@@ -96,7 +95,6 @@ def measure_latency(
     deadline_s = time.perf_counter() + stage_s
     try:
         for size in sizes:
-            tick(f"latency {size // KIB} KiB")
             times: dict[str, list[float]] = {name: [] for name in paths}
             for turn in range(repeats + 1):
                 for name, move in paths.items():

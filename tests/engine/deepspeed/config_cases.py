@@ -30,10 +30,10 @@ def build(
     model: WeightCounts = TINY,
     check: Any = accept,
     *,
-    staged: bool = False,
+    staged: bool = True,
 ) -> BuiltConfig:
     """`run`: as in `run_of`."""
-    settings, facts = run_of(user, flags, {"memlock_limit_bytes": 1 << 60, **(run or {})})
+    settings, facts = run_of(user, flags, run)
     return build_config(settings, model, facts, nvme_check=check, staged=staged)
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from outcore.common.quantities import GIB
 from outcore.engine.deepspeed.config.builder import RunFacts, build_config
-from outcore.engine.deepspeed.offload import usable_for_deepspeed
-from outcore.sizing.swapping import WeightCounts, min_param_buffers, nvme_bytes
+from outcore.machine.offload import validate_nvme_path
+from outcore.sizing.swapping import WeightCounts, nvme_bytes
 from tests.engine.deepspeed.config_cases import INFINITY, TINY, build, settings_of
 from tests.refused import refused
 
@@ -137,78 +137,63 @@ def test_precision_of_run_wins_over_the_file() -> None:
 # --- infinity
 
 
-def test_infinity_puts_both_on_nvme_with_buffers_that_suffice() -> None:
+def test_infinity_puts_both_on_nvme() -> None:
     built = build(flags={**INFINITY, "aio_queue_depth": 32}, model=LLAMA_8B, run={"run_name": "my run"})
     zero = built.config["zero_optimization"]
     assert built.offload.uses_nvme and built.offload.nvme_path == "/mnt/nvme/my run"
-    assert zero["sub_group_size"] == 1
-    assert zero["stage3_max_live_parameters"] == zero["stage3_max_reuse_distance"] == 0
-    assert zero["offload_param"]["buffer_size"] >= LLAMA_8B.largest_weight_numel
-    assert zero["offload_param"]["buffer_count"] == min_param_buffers(LLAMA_8B)
-    assert zero["offload_param"]["max_in_cpu"] == 500_000_000
-    assert zero["offload_optimizer"]["buffer_count"] == 4 and not zero["offload_optimizer"]["pipeline_read"]
+    assert zero["offload_param"] == {
+        "device": "nvme", "pin_memory": False, "nvme_path": "/mnt/nvme/my run", "max_in_cpu": 500_000_000,
+    }  # fmt: skip
+    assert zero["offload_optimizer"]["device"] == "nvme"
     assert built.config["aio"]["queue_depth"] == 32
     assert "torch_adam" not in built.config["optimizer"]["params"]
-    share = 525_336_576
-    assert built.offload.locked_bytes == 4 * share * 4 + 6 * share * 2 + share * 2
+    assert build(flags={**INFINITY, "max_in_cpu_gb": 0}).config["zero_optimization"]["offload_param"]["max_in_cpu"] == 0
 
 
-@pytest.mark.parametrize("staging_bytes, count", [(2 * GIB, 12), (40_000_000, 8), (1, 4)])
-def test_pipelining_follows_the_staging_budget(staging_bytes: int, count: int) -> None:
-    built = build({"outcore": {"staging_bytes": staging_bytes}}, INFINITY, model=TINY)
-    block = built.config["zero_optimization"]["offload_optimizer"]
-    assert block["buffer_count"] == count
-    assert (block["pipeline_read"], block["pipeline_write"]) == {12: (True, True), 8: (True, False), 4: (False, False)}[
-        count
-    ]
-
-
-def test_too_small_user_values_are_raised_and_said() -> None:
+def test_user_values_that_a_drive_does_not_take_are_changed_and_said() -> None:
     user = {
         "zero_optimization": {
-            "stage": 3, "sub_group_size": 1e8, "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
-            "stage3_param_persistence_threshold": 10**8, "stage3_module_granularity_threshold": 7,
-            "offload_param": {"device": "nvme", "nvme_path": "/a", "buffer_count": 1, "buffer_size": 10},
-            "offload_optimizer": {
-                "device": "nvme", "nvme_path": "/a", "buffer_count": 5, "pipeline_read": True, "fast_init": True,
-                "ratio": 0.5,
-            },
+            "stage": 3, "stage3_param_persistence_threshold": 10**8, "stage3_module_granularity_threshold": 7,
+            "offload_param": {"device": "nvme", "nvme_path": "/a", "buffer_count": 1},
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/a"},
         },
         "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
     }  # fmt: skip
     built = build(user, run={"world_size": 2})
     zero = built.config["zero_optimization"]
-    assert zero["offload_param"]["buffer_count"] == 6
-    assert zero["offload_param"]["buffer_size"] >= TINY.largest_weight_numel // 2
-    assert zero["offload_optimizer"]["buffer_count"] == 12 or zero["offload_optimizer"]["buffer_count"] == 8
     assert zero["stage3_param_persistence_threshold"] == (524_288 - 1) * 2
     changed = "\n".join(built.warnings)
-    for key in (
-        "sub_group_size changed", "stage3_max_live_parameters changed", "stage3_max_reuse_distance changed",
-        "stage3_param_persistence_threshold changed", "offload_param.buffer_count changed from 1 to 6",
-        "offload_param.buffer_size changed", "offload_optimizer.buffer_count changed", "fast_init changed",
-        "ratio changed", "torch_adam changed", "granularity_threshold changed",
-    ):  # fmt: skip
+    for key in ("stage3_param_persistence_threshold changed", "torch_adam changed", "granularity_threshold changed"):
         assert key in changed
+    assert any("offload_param.buffer_count: not used" in note for note in built.notes)
 
 
-def test_larger_user_values_are_kept() -> None:
-    user = {"zero_optimization": {"offload_param": {"device": "nvme", "buffer_count": 50, "buffer_size": 3e9}}}
-    block = build(user, INFINITY).config["zero_optimization"]["offload_param"]
-    assert (block["buffer_count"], block["buffer_size"]) == (50, 3_000_000_000)
-
-
-def test_max_in_cpu_that_holds_everything_is_said() -> None:
-    built = build(flags=INFINITY)
-    assert any("none of them goes to NVMe" in text for text in built.warnings)
-    assert build(flags={**INFINITY, "max_in_cpu_gb": 0}).config["zero_optimization"]["offload_param"]["max_in_cpu"] == 0
+@pytest.mark.parametrize(("user", "named"), [
+    ({"outcore": {"offload": "stock"}}, "outcore.offload stock"),
+    ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_quantized_weights is DeepSpeed's only"),
+    ({"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}, "offload_optimizer.ratio (part of"),
+])  # fmt: skip
+def test_deepspeeds_own_offload_stays_in_ram(user: dict, named: str) -> None:
+    staged = user.get("outcore", {}).get("offload") != "stock"
+    built = build(user, INFINITY, staged=staged)
+    assert (built.offload.optimizer, built.offload.params, built.offload.staged) == ("cpu", "cpu", False)
+    said = "\n".join(built.warnings)
+    assert "DeepSpeed's own NVMe offload is not used" in said and named in said
+    assert "aio" not in built.config and "nvme_path" not in json.dumps(built.config["zero_optimization"])
+    with pytest.raises(ValueError, match="strict_offload"):
+        build(user, {**INFINITY, "strict_offload": True}, staged=staged)
+    roomless = build(user, {"nvme_offload_path": "/mnt/nvme"}, {"ram_available_bytes": 1}, LLAMA_8B, staged=staged)
+    assert not roomless.offload.uses_nvme and any("is not used" in text for text in roomless.warnings)
 
 
 def test_flags_choose_what_goes_to_nvme() -> None:
     only_optimizer = build(flags={**INFINITY, "nvme_offload_params": False}).offload
     assert (only_optimizer.optimizer, only_optimizer.params) == ("nvme", "cpu")
-    only_params = build(flags={**INFINITY, "nvme_offload_optimizer": False, "offload_optimizer": "none"}).offload
-    assert (only_params.optimizer, only_params.params) == ("none", "nvme")
+    only_params = build(flags={**INFINITY, "nvme_offload_optimizer": False}).offload
+    assert (only_params.optimizer, only_params.params) == ("cpu", "nvme")
+    on_gpu = build(flags={**INFINITY, "nvme_offload_optimizer": False, "offload_optimizer": "none"})
+    assert (on_gpu.offload.optimizer, on_gpu.offload.params) == ("none", "cpu")
+    assert any("--offload_optimizer cpu" in text for text in on_gpu.warnings)
     neither = build(flags={**INFINITY, "nvme_offload_optimizer": False, "nvme_offload_params": False})
     assert not neither.offload.uses_nvme and any("neither optimizer nor parameters" in t for t in neither.warnings)
 
@@ -230,8 +215,8 @@ def test_a_refused_drive_falls_back_to_ram() -> None:
 
 def test_the_real_check_is_used_by_default(tmp_path: Path) -> None:
     settings = settings_of(flags={"zero_stage": "infinity", "nvme_offload_path": str(tmp_path / "nvme folder")})
-    built = build_config(settings, TINY, RunFacts(memlock_limit_bytes=1 << 60))
-    usable, message = usable_for_deepspeed(str(tmp_path / "nvme folder"), 0.1)
+    built = build_config(settings, TINY, RunFacts())
+    usable, message = validate_nvme_path(str(tmp_path / "nvme folder"), 0.1)
     assert built.offload.uses_nvme == usable, message
 
 
@@ -253,11 +238,6 @@ def test_each_rank_takes_a_drive_in_turn() -> None:
     assert {zero[block]["nvme_path"] for block in ("offload_optimizer", "offload_param")} == {"/b"}
     assert alone.of_rank(1) is alone and built("/a,/full", 2).offload.nvme_path is None
     assert any("one drive a rank" in note for note in built("/a,/b", 1).notes)
-
-
-def test_a_memlock_limit_falls_back_before_deepspeed_aborts() -> None:
-    built = build(flags=INFINITY, run={"memlock_limit_bytes": 8 << 20})
-    assert not built.offload.uses_nvme and "ulimit -l" in built.warnings[-1] + built.warnings[0]
 
 
 def test_ram_spills_to_the_drive_when_it_is_too_small() -> None:
@@ -320,7 +300,7 @@ def test_shipped_files_build() -> None:
     assert built.offload.optimizer == "cpu" and any("offload_param left out" in text for text in built.warnings)
 
 
-def test_nvme_bytes_counts_what_deepspeed_writes() -> None:
-    assert nvme_bytes(TINY, "bf16", True, True) == 18 * TINY.total_params
+def test_nvme_bytes_counts_states_of_what_is_trained_and_all_parameters() -> None:
+    assert nvme_bytes(TINY, "bf16", True, True, 16) == 18 * TINY.total_params
     lora = WeightCounts(1000, 100, trainable_params=10)
-    assert nvme_bytes(lora, "bf16", True, False) == 160
+    assert nvme_bytes(lora, "bf16", True, False, 16) == 160

@@ -53,8 +53,7 @@ def test_build_never_changes_its_input() -> None:
     assert base == before
     zero = config["zero_optimization"]
     assert zero["offload_param"]["nvme_path"] == zero["offload_optimizer"]["nvme_path"] == "/mnt/a b"
-    assert zero["offload_param"]["max_in_cpu"] == 500_000_000  # a rank's share of 1 B parameters
-    assert zero["offload_param"]["buffer_size"] >= 5 * 10**7 and zero["offload_param"]["pin_memory"] is False
+    assert zero["offload_param"]["max_in_cpu"] == 10**9 and zero["offload_param"]["pin_memory"] is False
     assert (config["aio"]["block_size"], config["aio"]["queue_depth"]) == (1 << 21, 16)
     assert config["gradient_clipping"] == 1.0 and config["outcore"] == base["outcore"]
     assert config["optimizer"] == base["optimizer"]

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 
 from outcore.common.quantities import MIB
-from outcore.engine.deepspeed import offload
 from outcore.engine.deepspeed.infinity import check_nvme_performance, validate_nvme_path
 from outcore.machine import LinkRates, detect_machine, drive_of, memlock_limit_bytes
 from outcore.machine.offload import folder as nvme
@@ -148,51 +147,6 @@ def test_the_kind_of_drive_is_told(tmp_path, monkeypatch, kind, warned):
     ok, message = validate_nvme_path(tmp_path, 0)
     assert ok and ((warned in message) if warned else message == "")
     assert ("cannot be seen" in nvme.describe_folder(tmp_path)) == (kind in ("virtual", "unknown"))
-
-
-# --- direct transfers
-
-
-def test_direct_io_of_this_file_system_is_left_clean(tmp_path: Path) -> None:
-    ok, reason = nvme.check_direct_io(tmp_path)
-    assert ok == (reason == "")
-    assert leftovers(tmp_path) == []
-
-
-def test_a_file_system_without_direct_io_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
-
-    def refuse(path: str, flags: int, *rest: int, **more: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real(path, flags, *rest, **more)
-
-    monkeypatch.setattr(os, "open", refuse)
-    ok, reason = nvme.check_direct_io(tmp_path)
-    assert not ok and "refuses direct transfers in steps of 1024 bytes" in reason
-    usable, message = offload.usable_for_deepspeed(str(tmp_path), 0)
-    assert not usable and "DeepSpeed cannot offload to" in message
-
-
-@pytest.mark.parametrize("name, said", [("pwritev", "direct write came back short"), ("preadv", "direct read")])
-def test_short_direct_transfers_are_found(tmp_path, monkeypatch, name, said):
-    if not nvme.check_direct_io(tmp_path)[0]:
-        pytest.skip("no direct I/O on the test folder's file system")
-    monkeypatch.setattr(os, name, lambda fd, buffers, offset: 512)
-    ok, reason = nvme.check_direct_io(tmp_path)
-    assert not ok and said in reason
-
-
-def test_other_failures_of_direct_io_carry_the_errno(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "pwritev", failing(OSError(errno.EIO, "Input/output error")))
-    ok, reason = nvme.check_direct_io(tmp_path)
-    assert (not ok and "errno" in reason) or "refuses" in reason
-
-
-def test_systems_without_o_direct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "O_DIRECT")
-    assert "no O_DIRECT" in nvme.check_direct_io(tmp_path)[1]
-    assert not offload.usable_for_deepspeed("", 0)[0]
 
 
 # --- speed

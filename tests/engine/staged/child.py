@@ -174,7 +174,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     numbers = {
         "device": "cuda" if ON_GPU else "cpu", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
         "learning_rate": LR, "max_grad_norm": 1.0,
-        "precision": precision, "world_size": torch.distributed.get_world_size(), "memlock_limit_bytes": 1 << 60,
+        "precision": precision, "world_size": torch.distributed.get_world_size(),
     }  # fmt: skip
     settings, run = run_of(job.get("config", {}), job["zero"], {**numbers, **job["run"]})
     resolved, _ = resolve(settings, model, run, None)

@@ -4,7 +4,7 @@
     built.config    dict for deepspeed.initialize / HfDeepSpeedConfig
     built.notes     a line per setting (with its reason), per changed user value, per fallback
     built.warnings  those notes that must be shown loudly
-    built.offload   where things really live: stage, optimizer, params ("none"|"cpu"|"nvme"), nvme_path, locked_bytes
+    built.offload   where things really live: stage, optimizer, params ("none"|"cpu"|"nvme"), nvme_path
 
 What of deepspeed_config.json only DeepSpeed reads passes through, except where DeepSpeed would crash or corrupt data:
 that is raised, with a note. The NVMe folder is created, written to and read back (`nvme_check`), nothing else has side
@@ -21,21 +21,13 @@ from dataclasses import replace
 from typing import Any
 
 from outcore.config import RunSettings
-from outcore.engine.deepspeed.config.zero_section import check_locked_bytes, zero_section
-from outcore.engine.deepspeed.offload import (
-    STOCK_COSTS,
-    NvmeCheck,
-    OffloadPlacement,
-    fall_back,
-    place,
-    usable_for_deepspeed,
-)
+from outcore.engine.deepspeed.config.zero_section import zero_section
+from outcore.engine.deepspeed.offload import NvmeCheck, OffloadPlacement, place
 from outcore.engine.deepspeed.settings import BuiltConfig, ChosenOffload, Notes, RunFacts
 from outcore.engine.deepspeed.staged.plan import can_stage, drive_bytes, staged_costs
+from outcore.machine.offload import validate_nvme_path
 from outcore.optim import check_eps, state_format
-from outcore.sizing.swapping import (
-    WeightCounts,
-)
+from outcore.sizing.swapping import WeightCounts
 from outcore.storage import DriveAccess
 
 GENERATED = frozenset({"optimizer", "scheduler", "bf16", "fp16", "zero_optimization", "aio", "outcore", "data_types"})
@@ -128,14 +120,14 @@ def build_config(
     model: WeightCounts,
     run: RunFacts,
     *,
-    nvme_check: NvmeCheck = usable_for_deepspeed,
-    staged: bool = False,
+    nvme_check: NvmeCheck = validate_nvme_path,
+    staged: bool = True,
 ) -> BuiltConfig:
     """DeepSpeed's configuration of these settings for this model and run; see the module docstring.
 
-    `staged`: offloaded states and parameters will be moved by outcore (`staged/`), not by DeepSpeed: none of its swap
-    buffers are sized, and where the file asks for something that only DeepSpeed's own offload does, a note says so and
-    `offload.staged` is False. The default makes a configuration that stock DeepSpeed can run.
+    `staged`: offloaded states and parameters will be moved by outcore (`staged/`), not by DeepSpeed. Where the file
+    asks for something that only DeepSpeed's own offload does, a note says so and `offload.staged` is False: then what
+    is offloaded stays in RAM.
 
     Raises:
         ValueError: what DeepSpeed cannot do for this stage or home, an unusable NVMe path under `strict_offload`.
@@ -147,21 +139,16 @@ def build_config(
     if staged:
         staged = can_stage(settings, notes)
     states = settings.state_format if staged else "fp32"
-    costs = staged_costs(states, settings, settings.offload.gradients_on_nvme) if staged else STOCK_COSTS
+    costs = staged_costs(states, settings, settings.offload.gradients_on_nvme) if staged else None
     aio = aio_section(settings, notes)
 
     def budgeted_drive_bytes(chosen: OffloadPlacement) -> int:
-        block, _ = zero_section(settings, chosen, aio, model, run, Notes(), staged=True)
-        return drive_bytes(settings, _chosen(chosen, 0, states, block, staged=True), model, run)
+        block = zero_section(settings, chosen, aio, model, run, Notes(), staged=True)
+        return drive_bytes(settings, _chosen(chosen, states, block, staged=True), model, run)
 
-    placement = place(settings, model, run, notes, nvme_check, costs, budgeted_drive_bytes if staged else None)
+    placement = place(settings, model, run, notes, nvme_check, costs, budgeted_drive_bytes)
     staged = staged and placement.stage == 3 and placement.optimizer in ("cpu", "nvme")
-    zero, locked_bytes = zero_section(settings, placement, aio, model, run, notes, staged=staged)
-    if placement.nvme_path is not None:
-        problem = check_locked_bytes(locked_bytes, run)
-        if problem:
-            placement = fall_back(placement, problem, settings.offload, notes)
-            zero, locked_bytes = zero_section(settings, placement, aio, model, run, notes)
+    zero = zero_section(settings, placement, aio, model, run, notes, staged=staged)
     _check_combinations(settings, placement)
     config: dict[str, Any] = {
         "train_batch_size": settings.train_batch_size,
@@ -182,7 +169,7 @@ def build_config(
     if staged:
         check_eps(settings.adam_epsilon, state_format(states).moments8)
         config["zero_force_ds_cpu_optimizer"] = False  # the parameter groups come from outside, the step is ours
-    offload = _chosen(placement, locked_bytes, states, zero, staged=staged)
+    offload = _chosen(placement, states, zero, staged=staged)
     offload = replace(
         offload,
         nvme_checksums=settings.nvme_checksums,
@@ -196,13 +183,11 @@ def build_config(
     return BuiltConfig(config, tuple(notes.lines), offload, tuple(notes.warnings))
 
 
-def _chosen(
-    placement: OffloadPlacement, locked_bytes: int, states: str, zero: dict[str, Any], *, staged: bool
-) -> ChosenOffload:
+def _chosen(placement: OffloadPlacement, states: str, zero: dict[str, Any], *, staged: bool) -> ChosenOffload:
     on_gpu = ("stage3_max_live_parameters", "stage3_prefetch_bucket_size")
     live = sum(int(zero[key]) for key in on_gpu) if placement.params == "nvme" else 0
     return ChosenOffload(
-        placement.stage, placement.optimizer, placement.params, placement.nvme_path, locked_bytes,
+        placement.stage, placement.optimizer, placement.params, placement.nvme_path,
         staged, states, placement.ram_budget_bytes, staged and placement.gradients_on_nvme, live,
         placement.drives,
     )  # fmt: skip

@@ -1,33 +1,25 @@
 """The zero_optimization block of the resolved configuration.
 
 Bucket sizes are counted in elements; DeepSpeed's defaults (5e8 = 1 GB of GPU memory each in 16 bit, 1e9 parameters kept
-alive) are made for data-centre GPUs, so smaller ones are chosen here. Sizes that NVMe offload needs come from
-swapping.py."""
+alive) are made for data-centre GPUs, so smaller ones are chosen here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from outcore.common.quantities import format_gib
 from outcore.config import RunSettings
 from outcore.engine.deepspeed.offload import (
     OffloadPlacement,
 )
 from outcore.engine.deepspeed.settings import Notes, RunFacts
-from outcore.machine import memlock_limit_bytes
 from outcore.sizing.swapping import (
     BUCKET_NUMEL,
     LIVE_NUMEL,
     SUB_GROUP_NUMEL,
     Precision,
     WeightCounts,
-    min_optimizer_buffers,
-    min_param_buffers,
-    param_buffer_numel,
-    partition_numel,
     persistence_cap_numel,
-    size_optimizer_buffers,
 )
 
 PERSISTENCE_NUMEL = 100_000
@@ -50,12 +42,9 @@ def zero_section(
     run: RunFacts,
     notes: Notes,
     *,
-    staged: bool = False,
-) -> tuple[dict[str, Any], int]:
-    """The zero_optimization block, and the bytes that its swap buffers lock per rank.
-
-    `staged`: outcore moves what is offloaded: DeepSpeed's swap buffers and the settings that spare them are left out.
-    """
+    staged: bool,
+) -> dict[str, Any]:
+    """The zero_optimization block. `staged`: outcore moves what is offloaded, else DeepSpeed, in RAM alone."""
     user_zero = settings.file.get("zero_optimization", {})
     zero = {
         key: value for key, value in user_zero.items() if key not in ("stage", "offload_optimizer", "offload_param")
@@ -64,7 +53,7 @@ def zero_section(
     _refuse(zero, user_zero, placement, run, notes)
     zero["stage"] = placement.stage
     if placement.stage == 0:
-        return {"stage": 0}, 0
+        return {"stage": 0}
     _default(zero, "contiguous_gradients", True, notes, "no fragmentation while gradients are collected")
     _default(
         zero, "overlap_comm", run.world_size > 1 and run.device == "cuda", notes, "reduction beside the backward pass"
@@ -74,58 +63,35 @@ def zero_section(
         _default(zero, "allgather_bucket_size", BUCKET_NUMEL, notes, "100 MB of GPU memory in 16 bit")
         for key in STAGE3_ONLY:
             zero.pop(key, None)
-    locked_bytes = 0
+    blocks = [("offload_optimizer", placement.optimizer)]
     if placement.stage == 3:
-        _stage3(zero, placement, aio, model, run, settings.precision, notes, staged)
-        if placement.params != "none" and staged:
-            zero["offload_param"] = staged_block("offload_param", placement, settings, notes)
-        elif placement.params != "none":
-            block, locked = _param_block(placement, aio, settings, model, run, notes)
-            zero["offload_param"] = block
-            locked_bytes += locked
-    if placement.optimizer != "none" and staged:
-        zero["offload_optimizer"] = staged_block("offload_optimizer", placement, settings, notes)
-    elif placement.optimizer != "none":
-        block, locked = _optimizer_block(placement, aio, settings, model, run, notes)
-        zero["offload_optimizer"] = block
-        locked_bytes += locked
-    return zero, locked_bytes
-
-
-def check_locked_bytes(locked_bytes: int, run: RunFacts) -> str | None:
-    """Why the swap buffers cannot be locked, or None. DeepSpeed aborts the process when mlock fails."""
-    limit = run.memlock_limit_bytes if run.memlock_limit_bytes is not None else memlock_limit_bytes()
-    if limit is None or locked_bytes <= limit:
-        return None
-    return (
-        f"DeepSpeed's swap buffers need {format_gib(locked_bytes)} of locked RAM, but this process may lock "
-        f"{format_gib(limit)} (ulimit -l). Raise it: add '* - memlock unlimited' to /etc/security/limits.conf and "
-        "log in again, or start the container with --ulimit memlock=-1."
-    )
+        _stage3(zero, placement, aio, model, run, settings.precision, notes)
+        blocks.insert(0, ("offload_param", placement.params))
+    for name, device in blocks:
+        if device != "none" and staged:
+            zero[name] = staged_block(name, placement, settings, notes)
+        elif device != "none":
+            user = _user_block(settings, name)
+            zero[name] = {"device": device, "pin_memory": _pin(user, settings, name, notes)}
+            if (ratio := user.get("ratio", 1.0)) != 1.0 and placement.stage == 3:
+                zero[name]["ratio"] = ratio
+            elif ratio != 1.0:
+                notes.changed(f"{name}.ratio", ratio, 1.0, "partial offload needs ZeRO-3")
+    return zero
 
 
 def _stage3(
     zero: dict[str, Any], placement: OffloadPlacement, aio: Mapping[str, Any], model: WeightCounts, run: RunFacts,
-    precision: Precision, notes: Notes, staged: bool,
+    precision: Precision, notes: Notes,
 ) -> None:  # fmt: skip
-    params_on_nvme, optimizer_on_nvme = placement.params == "nvme", placement.optimizer == "nvme"
-    if optimizer_on_nvme and not staged:
-        _force(
-            zero, "sub_group_size", 1, notes, "one weight per tile keeps swap buffers small and drive transfers aligned"
-        )
-    else:
-        _default(zero, "sub_group_size", SUB_GROUP_NUMEL, notes, "400 MB per optimizer state and tile")
-        if zero["sub_group_size"] == 0:
-            notes.changed("zero_optimization.sub_group_size", 0, 1, "a tile holds at least one weight")
-            zero["sub_group_size"] = 1
+    _default(zero, "sub_group_size", SUB_GROUP_NUMEL, notes, "400 MB per optimizer state and tile")
+    if zero["sub_group_size"] == 0:
+        notes.changed("zero_optimization.sub_group_size", 0, 1, "a tile holds at least one weight")
+        zero["sub_group_size"] = 1
+    _default(zero, "stage3_max_live_parameters", LIVE_NUMEL, notes, "1 GB of GPU memory in 16 bit")
+    _default(zero, "stage3_max_reuse_distance", LIVE_NUMEL, notes, "1 GB of GPU memory in 16 bit")
     persistence = min(PERSISTENCE_NUMEL, 10 * model.hidden_size) if model.hidden_size else PERSISTENCE_NUMEL
-    if params_on_nvme:
-        if staged:
-            _live(zero, notes)
-        else:
-            why = "gathering ahead would read one weight into two buffers"
-            _force(zero, "stage3_max_live_parameters", 0, notes, why)
-            _force(zero, "stage3_max_reuse_distance", 0, notes, "a weight kept for reuse would keep its swap buffer")
+    if placement.params == "nvme":
         _default(
             zero, "stage3_prefetch_bucket_size", BUCKET_NUMEL, notes, "on: reads the next weight ahead from the drive"
         )
@@ -143,15 +109,9 @@ def _stage3(
             )
             zero["stage3_param_persistence_threshold"] = cap
     else:
-        _live(zero, notes)
         _default(zero, "stage3_prefetch_bucket_size", BUCKET_NUMEL, notes, "100 MB of weights fetched ahead")
         _default(zero, "stage3_param_persistence_threshold", persistence, notes, "norms and biases stay on the GPU")
     _default(zero, "stage3_gather_16bit_weights_on_model_save", False, notes, "export writes shard by shard instead")
-
-
-def _live(zero: dict[str, Any], notes: Notes) -> None:
-    _default(zero, "stage3_max_live_parameters", LIVE_NUMEL, notes, "1 GB of GPU memory in 16 bit")
-    _default(zero, "stage3_max_reuse_distance", LIVE_NUMEL, notes, "1 GB of GPU memory in 16 bit")
 
 
 def staged_block(name: str, placement: OffloadPlacement, settings: RunSettings, notes: Notes) -> dict[str, Any]:
@@ -179,71 +139,6 @@ def _user_block(settings: RunSettings, name: str) -> dict[str, Any]:
     return dict(settings.file.get(f"zero_optimization.{name}", {}))
 
 
-def _param_block(
-    placement: OffloadPlacement, aio: Mapping[str, Any], settings: RunSettings, model: WeightCounts, run: RunFacts,
-    notes: Notes,
-) -> tuple[dict[str, Any], int]:  # fmt: skip
-    user = _user_block(settings, "offload_param")
-    block: dict[str, Any] = {"device": placement.params, "pin_memory": _pin(user, settings, "offload_param", notes)}
-    if placement.params == "cpu":
-        return block, 0
-    need_count = min_param_buffers(model)
-    need_numel = param_buffer_numel(model, run.world_size, settings.precision, int(aio["intra_op_parallelism"]))
-    count = _at_least(user, "buffer_count", need_count, "offload_param", notes, "fewer run out while a module is read")
-    numel = _at_least(user, "buffer_size", need_numel, "offload_param", notes, "the largest weight must fit")
-    max_in_cpu = settings.offload.max_in_cpu_numel
-    share = partition_numel(model.trainable, run.world_size)
-    if max_in_cpu >= share:
-        notes.warn(
-            f"offload_param.max_in_cpu = {max_in_cpu} elements holds all {share} parameters of a rank, so none of them "
-            "goes to NVMe. Lower --max_in_cpu_gb to use the drive."
-        )
-        max_in_cpu = share
-    block.update(nvme_path=placement.nvme_path, buffer_count=count, buffer_size=numel, max_in_cpu=max_in_cpu)
-    return block, (count * numel + model.largest_weight_numel) * settings.element_bytes
-
-
-def _optimizer_block(
-    placement: OffloadPlacement, aio: Mapping[str, Any], settings: RunSettings, model: WeightCounts, run: RunFacts,
-    notes: Notes,
-) -> tuple[dict[str, Any], int]:  # fmt: skip
-    user = _user_block(settings, "offload_optimizer")
-    block: dict[str, Any] = {
-        "device": placement.optimizer,
-        "pin_memory": _pin(user, settings, "offload_optimizer", notes),
-    }
-    ratio = user.get("ratio", 1.0)
-    if placement.optimizer == "cpu":
-        if ratio != 1.0:
-            if placement.stage < 3:
-                notes.changed("offload_optimizer.ratio", ratio, 1.0, "partial offload needs ZeRO-3")
-            else:
-                block["ratio"] = ratio
-        return block, 0
-    if ratio != 1.0:
-        notes.changed("offload_optimizer.ratio", ratio, 1.0, "partial offload is for RAM, not for NVMe")
-    if user.get("fast_init"):
-        notes.changed("offload_optimizer.fast_init", True, False, "it needs parameter buffers as large as a whole tile")
-    sized = size_optimizer_buffers(
-        model, run.world_size, run.local_ranks, int(aio["intra_op_parallelism"]), settings.staging_bytes
-    )
-    read = bool(user.get("pipeline_read", sized.pipeline_read))
-    write = bool(user.get("pipeline_write", sized.pipeline_write))
-    if "pipeline_read" not in user and "pipeline_write" not in user:
-        notes.chose(
-            "offload_optimizer.pipeline_read/write", f"{read}/{write}",
-            f"what {format_gib(settings.staging_bytes)} of swap buffers (outcore.staging_bytes) hold",
-        )  # fmt: skip
-    count = _at_least(
-        user, "buffer_count", min_optimizer_buffers(read, write), "offload_optimizer", notes,
-        "four per weight in use, read ahead and written behind",
-    )  # fmt: skip
-    block.update(
-        nvme_path=placement.nvme_path, buffer_count=count, pipeline_read=read, pipeline_write=write, fast_init=False
-    )
-    return block, sized.locked_bytes // sized.buffer_count * count
-
-
 def _pin(user: Mapping[str, Any], settings: RunSettings, name: str, notes: Notes) -> bool:
     """The flag, else the block's own, else true."""
     in_file = user.get("pin_memory", settings.offload.pin_memory)
@@ -254,31 +149,10 @@ def _pin(user: Mapping[str, Any], settings: RunSettings, name: str, notes: Notes
     return settings.offload.pin_memory
 
 
-def _at_least(user: Mapping[str, Any], key: str, need: int, block: str, notes: Notes, reason: str) -> int:
-    value = user.get(key)
-    if value is None:
-        notes.chose(f"{block}.{key}", need, reason)
-        return need
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-        raise ValueError(f"deepspeed_config.json: zero_optimization.{block}.{key} must be a number, got {value!r}.")
-    if value < need:
-        notes.changed(f"{block}.{key}", value, need, reason)
-        return need
-    return int(value)
-
-
 def _default(zero: dict[str, Any], key: str, value: Any, notes: Notes, reason: str) -> None:
     if zero.get(key) is None:
         zero[key] = value
         notes.chose(f"zero_optimization.{key}", value, reason)
-
-
-def _force(zero: dict[str, Any], key: str, value: Any, notes: Notes, reason: str) -> None:
-    if zero.get(key) is None:
-        notes.chose(f"zero_optimization.{key}", value, reason)
-    elif zero[key] != value:
-        notes.changed(f"zero_optimization.{key}", zero[key], value, reason)
-    zero[key] = value
 
 
 def _check_numbers(zero: dict[str, Any]) -> None:
@@ -311,17 +185,16 @@ def _refuse(
         notes.dropped("zero_optimization.compute_grad_norm false", "clipping and the metrics need the gradient norm")
     zero.pop("compute_grad_norm", None)
     for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
-        if zero.get(key) and (placement.params == "nvme" or run.device == "cpu"):
-            raise ValueError(f"{where}{key} works on GPUs only and not with parameters on NVMe. Set it to false.")
+        if zero.get(key) and run.device == "cpu":
+            raise ValueError(f"{where}{key} works on GPUs only. Set it to false.")
     hpz = zero.get("zero_hpz_partition_size", 1)
-    if hpz > 1 and (placement.params == "nvme" or run.world_size % hpz):
+    if hpz > 1 and run.world_size % hpz:
         raise ValueError(
-            f"{where}zero_hpz_partition_size {hpz} must divide the {run.world_size} rank(s) of the run and does not "
-            "work with parameters on NVMe. Set it to 1."
+            f"{where}zero_hpz_partition_size {hpz} must divide the {run.world_size} rank(s) of the run. Set it to 1."
         )
     if placement.params == "nvme" and zero.get("stage3_module_granularity_threshold"):
         notes.changed(
             "zero_optimization.stage3_module_granularity_threshold", zero["stage3_module_granularity_threshold"], 0,
-            "it reads whole groups of modules at once, more than there are swap buffers",
+            "it reads whole groups of modules at once",
         )  # fmt: skip
         zero["stage3_module_granularity_threshold"] = 0

@@ -242,6 +242,4 @@ def staged_costs(states: str, settings: RunSettings, gradients_on_nvme: bool = F
     state_bytes = state_format(states).chunk_bytes(_SAMPLE_NUMEL) / _SAMPLE_NUMEL
     one = float(settings.element_bytes)
     on_drive = one if gradients_on_nvme else 0.0
-    return OffloadCosts(
-        2 * one + state_bytes, RAM_OVERHEAD_BYTES, 2 * one - on_drive, state_bytes + on_drive, is_partial=True
-    )
+    return OffloadCosts(2 * one + state_bytes, RAM_OVERHEAD_BYTES, 2 * one - on_drive, state_bytes + on_drive)

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from outcore.common.ports import free_port
 from outcore.install.verify.probes.recorder import ProbeRecorder
 
 
-def check_deepspeed(recorder: ProbeRecorder, accelerator: str, built: list[str], offload_dir: Path) -> None:
+def check_deepspeed(recorder: ProbeRecorder, accelerator: str, built: list[str]) -> None:
     """Load what is built, then one optimizer step."""
-    has_adam = False
-    for name, builder, trial in (
-        ("cpu_adam", "CPUAdamBuilder", None),
-        ("deepspeed_shm_comm", "ShareMemCommBuilder", None),
-        ("pin_memory", "PinMemoryBuilder", None),
-        ("async_io", "AsyncIOBuilder", lambda module: _async_io_round_trip(module, offload_dir)),
-    ):
-        if name in built:
-            ok = recorder.try_part(name, lambda b=builder, t=trial: _load_extension(b, t))
-            has_adam = has_adam or (ok and name == "cpu_adam")
-    can_start = accelerator != "cpu" or "deepspeed_shm_comm" in built
-    if can_start:
+    has_adam = "cpu_adam" in built and recorder.try_part("cpu_adam", lambda: _load_extension("CPUAdamBuilder"))
+    if "deepspeed_shm_comm" in built:
+        recorder.try_part("deepspeed_shm_comm", lambda: _load_extension("ShareMemCommBuilder"))
+    if accelerator != "cpu" or "deepspeed_shm_comm" in built:
         recorder.try_part("deepspeed", lambda: _zero3_step(accelerator, has_adam))
     else:  # it would start compiling by itself
         recorder.try_part("deepspeed", _refuse_uncompiled)
@@ -34,26 +24,9 @@ def _refuse_uncompiled() -> str:
     raise RuntimeError("its CPU collectives (deepspeed_shm_comm) are not built")
 
 
-def _load_extension(builder_name: str, trial: Callable[..., str] | None) -> str:
-    module = _builder(builder_name).load(verbose=False)
-    return trial(module) if trial else "built, loads"
-
-
-def _async_io_round_trip(module: Any, folder: Path) -> str:
-    import torch
-
-    path = folder / f".outcore-aio-{os.getpid()}"
-    sent = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
-    back = torch.zeros_like(sent)
-    try:
-        handle = module.aio_handle(1 << 18, 8, False, True, 1)
-        handle.sync_pwrite(sent, str(path))
-        handle.sync_pread(back, str(path))
-        if not torch.equal(sent, back):  # its return codes are not to be relied on
-            raise RuntimeError(f"1 MiB written to {folder} reads back differently")
-    finally:
-        path.unlink(missing_ok=True)
-    return "built, 1 MiB written and read back"
+def _load_extension(builder_name: str) -> str:
+    _builder(builder_name).load(verbose=False)
+    return "built, loads"
 
 
 def _zero3_step(accelerator: str, has_adam: bool) -> str:

@@ -1,28 +1,34 @@
-"""Trials of the installed packages: each is used once for real, because an import alone proves little."""
+"""Trials of the installed packages: those that depend on this machine are used once for real, others are imported."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import tempfile
-from pathlib import Path
 
 from outcore.install.verify.probes.recorder import ProbeRecorder, Unneeded
 
+IMPORTED = {
+    "tokenizers": ("tokenizers",),
+    "peft": ("peft",),
+    "datasets": ("datasets",),
+    "safetensors": ("safetensors", "safetensors.torch"),
+    "psutil": ("psutil",),
+    "TensorBoard": ("tensorboard", "torch.utils.tensorboard"),
+    "matplotlib": ("matplotlib", "matplotlib.figure"),
+}
+"""Part -> its package and what of it is used: an import loads the compiled pieces, which a machine can spoil."""
+
 
 def check_packages(recorder: ProbeRecorder, accelerator: str) -> None:
-    """Use every package once."""
+    """Use or import every package once."""
     recorder.try_part("torch", lambda: _try_torch(accelerator))
     recorder.try_part("NVML", lambda: _try_nvml(accelerator))
     recorder.try_part("cupy", lambda: _try_cupy(accelerator))
     recorder.try_part("kvikio", lambda: _try_kvikio(accelerator))
-    recorder.try_part("tokenizers", _try_tokenizers)
     recorder.try_part("transformers", _try_transformers)
-    recorder.try_part("peft", _try_peft)
-    recorder.try_part("datasets", _try_datasets)
-    recorder.try_part("safetensors", _try_safetensors)
-    recorder.try_part("psutil", _try_psutil)
-    recorder.try_part("TensorBoard", _try_tensorboard)
-    recorder.try_part("matplotlib", _try_matplotlib)
+    for part, modules in IMPORTED.items():
+        recorder.try_part(part, lambda modules=modules: _imported(*modules))
     recorder.try_part("CPU optimizer", _try_optimizer)
 
 
@@ -90,22 +96,13 @@ def _try_kvikio(accelerator: str) -> str:
     return f"{kvikio.__version__}, GPU memory to a file and back (which path: python gds_optimizer.py)"
 
 
-def _try_tokenizers() -> str:
-    import tokenizers
-
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet, show_progress=False)
-    text = "def train(model): return model"
-    tokenizer.train_from_iterator([text] * 4, trainer)
-    if tokenizer.decode(tokenizer.encode(text).ids) != text:
-        raise RuntimeError("a text did not survive encoding and decoding")
-    return f"{tokenizers.__version__}, trained a small BPE"
+def _imported(*modules: str) -> str:
+    package, *_ = [importlib.import_module(name) for name in modules]
+    return f"{package.__version__}, imports"
 
 
-def _tiny_llama():
+def _try_transformers() -> str:
+    import torch
     import transformers
 
     config = transformers.LlamaConfig(
@@ -117,82 +114,10 @@ def _tiny_llama():
         num_key_value_heads=2,
         max_position_embeddings=32,
     )
-    return transformers.LlamaForCausalLM(config)
-
-
-def _try_transformers() -> str:
-    import torch
-    import transformers
-
     ids = torch.arange(8).reshape(1, 8)
-    loss = _tiny_llama()(input_ids=ids, labels=ids).loss
+    loss = transformers.LlamaForCausalLM(config)(input_ids=ids, labels=ids).loss
     loss.backward()
     return f"{transformers.__version__}, forward and backward of a small Llama, loss {loss.item():.2f}"
-
-
-def _try_peft() -> str:
-    import peft
-
-    model = peft.get_peft_model(_tiny_llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    if trainable != 2 * 16 * 2:
-        raise RuntimeError(f"LoRA of rank 2 on a 16x16 matrix trains {trainable} numbers, 64 expected")
-    return f"{peft.__version__}, LoRA on a small Llama"
-
-
-def _try_datasets() -> str:
-    import datasets
-
-    rows = datasets.Dataset.from_dict({"text": ["a", "bb"]})
-    lengths = rows.map(lambda row: {"n": len(row["text"])}, load_from_cache_file=False)["n"]
-    if list(lengths) != [1, 2]:
-        raise RuntimeError(f"mapping two rows gave {list(lengths)}")
-    return f"{datasets.__version__}, mapped a table"
-
-
-def _try_safetensors() -> str:
-    import safetensors
-    import safetensors.torch
-    import torch
-
-    sent = {"weight": torch.arange(4, dtype=torch.bfloat16)}
-    if not torch.equal(safetensors.torch.load(safetensors.torch.save(sent))["weight"], sent["weight"]):
-        raise RuntimeError("a tensor did not survive saving and loading")
-    return f"{safetensors.__version__}, saved and loaded"
-
-
-def _try_psutil() -> str:
-    import psutil
-
-    return f"{psutil.__version__}, this process holds {psutil.Process().memory_info().rss >> 20} MiB"
-
-
-def _try_tensorboard() -> str:
-    import tensorboard
-    from torch.utils.tensorboard import SummaryWriter
-
-    with tempfile.TemporaryDirectory() as folder:
-        writer = SummaryWriter(folder)
-        writer.add_scalar("loss", 1.0, 0)
-        writer.close()
-        if not any(path.stat().st_size for path in Path(folder).glob("events.*")):
-            raise RuntimeError("no event file was written")
-    return f"{tensorboard.__version__}, wrote an event file"
-
-
-def _try_matplotlib() -> str:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
-    with tempfile.TemporaryFile() as out:
-        figure = Figure()
-        figure.add_subplot().plot([1, 2, 3])
-        figure.savefig(out, format="png")
-        if out.tell() < 1000:
-            raise RuntimeError("the picture is empty")
-    return f"{matplotlib.__version__}, drew a picture"
 
 
 def _try_optimizer() -> str:
