@@ -80,7 +80,7 @@ def load(name: str) -> Judge:
     return getattr(module, function)
 
 
-def main(name: str) -> int:
+def main(name: str) -> None:
     """Judge what comes. There is no end but the run's."""
     asked, replies = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -97,7 +97,8 @@ def main(name: str) -> int:
         judge = load(name)
     except BaseException as error:
         reply(error=_words(error))
-        return 1
+        threading.Event().wait()  # the run ends this process when it has read why
+        return
     reply(rewards=[])
     while True:
         try:
@@ -128,4 +129,4 @@ def _words(error: BaseException) -> str:
 
 if __name__ == "__main__":
     with contextlib.suppress(BrokenPipeError):
-        sys.exit(main(sys.argv[1]))
+        main(sys.argv[1])

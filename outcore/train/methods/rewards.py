@@ -49,8 +49,13 @@ class RewardProcess:
             encoding="utf-8", **apart_options(),
         )  # fmt: skip
         self._replies = queue.SimpleQueue()
-        threading.Thread(target=_listen, args=(self._child, self._replies), name="rewards", daemon=True).start()
-        self._reply(max(self._timeout_s, START_S))
+        for hear in (_listen, _await_end):  # what it forked holds the pipe open when it is gone itself
+            threading.Thread(target=hear, args=(self._child, self._replies), name="rewards", daemon=True).start()
+        try:
+            self._reply(max(self._timeout_s, START_S))
+        except RewardError:
+            self.close()
+            raise
 
     def ask(self, asked: dict[str, Any]) -> list[float | None]:
         """Rewards by the function. RewardError for what it did instead."""
@@ -93,9 +98,13 @@ class RewardProcess:
 
 def _listen(child: subprocess.Popen[str], replies: queue.SimpleQueue[str | None]) -> None:
     assert child.stdout is not None
-    with child.stdout:  # which ends with the last process that holds it
+    with child.stdout:
         for line in child.stdout:
             replies.put(line)
+
+
+def _await_end(child: subprocess.Popen[str], replies: queue.SimpleQueue[str | None]) -> None:
+    child.wait()
     replies.put(None)
 
 
