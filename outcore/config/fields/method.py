@@ -15,6 +15,11 @@ ROLLED = ("grpo", "gspo", "rloo", "on_policy_distill")
 """Methods whose model answers while it is trained."""
 
 
+def is_address(teacher: str | None) -> bool:
+    """Whether the teacher is a server's address."""
+    return teacher is not None and teacher.startswith(("http://", "https://"))
+
+
 @dataclass(frozen=True)
 class MethodFields:
     """Method."""

@@ -32,6 +32,7 @@ from outcore.checkpoint import Checkpoint
 from outcore.checkpoint.export import check_login, export_model, how_to_load, push
 from outcore.common.quantities import counted, format_s
 from outcore.config import ConfigError, ProcessFacts, RunSettings, read_deepspeed_file, resolve
+from outcore.config.fields import is_address
 from outcore.data import DataError
 from outcore.data.chat import end_tokens_of, ensure_chat_template
 from outcore.model import ModelSettings, Origin, resolve_source
@@ -43,7 +44,6 @@ from outcore.train.changes import began_from, settle_changes, settle_materials
 from outcore.train.configure.rooms import epoch_words, lora_alpha, model_settings_of, run_length, schedule_of
 from outcore.train.configure.schedule import LrSchedule, RunLength
 from outcore.train.methods import distill, heads
-from outcore.train.methods.address import is_address
 from outcore.train.methods.rewards import RewardError, check_batch, judge_of
 from outcore.train.methods.rows import split_rows
 from outcore.train.methods.table import METHODS, MethodKind, trl_classes
