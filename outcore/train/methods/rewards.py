@@ -38,6 +38,8 @@ class RewardProcess:
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self._name, self._timeout_s = name, timeout_s
+        self.tried: list[str] = []
+        """What the answers that were judged last reached for in vain, in words."""
         self._child: subprocess.Popen[str] | None = None
         self._replies: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
@@ -45,8 +47,8 @@ class RewardProcess:
         """Have it ready. RewardError where the function cannot be had."""
         judge = str(Path(__file__).with_name("judge.py"))
         self._child = subprocess.Popen(
-            [sys.executable, judge, self._name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            encoding="utf-8", **apart_options(),
+            [sys.executable, judge, self._name, str(self._timeout_s)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, encoding="utf-8", **apart_options(),
         )  # fmt: skip
         self._replies = queue.SimpleQueue()
         for hear in (_listen, _await_end):  # what it forked holds the pipe open when it is gone itself
@@ -93,6 +95,7 @@ class RewardProcess:
         said = json.loads(line)
         if "error" in said:
             raise RewardError(f"{self._name} raised {said['error']}.")
+        self.tried = said["tried"]
         return said["rewards"]
 
 
@@ -114,7 +117,7 @@ def judge_of(config: TrainConfig) -> str:
     if all(tasks) == (config.reward_function is not None) or any(tasks) != all(tasks):
         raise ConfigError(
             f"reward_function: tasks of reasoning-gym (--dataset {TASK}NAME) judge answers to themselves alone; for "
-            "other data say who judges (--reward_function FILE.py:NAME, or math_verify)."
+            "other data say who judges (--reward_function FILE.py:NAME, math_verify or code)."
         )
     return config.reward_function or TASK.rstrip(":")
 
@@ -164,6 +167,9 @@ class Rewards:
                 found += [None] * self._answers
                 continue
             self.left_out += [False] * self._answers
+            if self._process.tried:
+                words = f"step {trainer_state.global_step + 1}: prompt {number[at]}: {'; '.join(self._process.tried)}"
+                self._say(f"WARNING: {words}. In the sandbox this fails, and the reward is 0.")
             if len(set(rewards)) == 1:
                 equal.append((number[at], rewards[0]))
             found += rewards
