@@ -16,7 +16,9 @@ import ast
 import builtins
 import contextlib
 import ctypes
+import fcntl
 import os
+import resource
 import select
 import signal
 import sys
@@ -24,8 +26,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-CPU_S, WALL_S = 4, 8.0
-"""Seconds of one process's work, and of an answer's tests by the clock."""
+CPU_S = 4
+"""Seconds of one process's work."""
 MEMORY_BYTES, FILE_BYTES, TEMPORARY_BYTES, REPLY_BYTES = 1 << 30, 1 << 24, 1 << 26, 1 << 22
 """Address space of a process, its largest file, all of /tmp, and what a function may return, written out."""
 PROCESSES, FILES = 32, 64
@@ -57,13 +59,11 @@ class Sandbox:
     """Judges code by tests. `is_apart` False: with limits alone, without namespaces."""
 
     def __init__(self, is_apart: bool = True) -> None:
-        if sys.platform != "linux":
-            raise SandboxError("the sandbox for code is made of Linux's namespaces, which this system has not")
         self._is_apart, self._source = is_apart, Path(__file__).read_text(encoding="utf-8")
         self._python, paths = os.path.realpath(sys.executable), map(os.path.realpath, sys.path)
         self._path = ascii([path for path in paths if path.startswith(tuple(_prefixes()))])
 
-    def judge(self, code: str, tests: Sequence[str], entry_point: str | None = None, wall_s: float = WALL_S) -> Verdict:
+    def judge(self, code: str, tests: Sequence[str], entry_point: str | None, wall_s: float) -> Verdict:
         """Run the tests, of which a function `check` gets the code's `entry_point`, for `wall_s` seconds by the clock
         at most. SandboxError where the kernel refuses the processes."""
         calls, replies, verdict, notes = (os.pipe() for _ in range(4))
@@ -115,9 +115,16 @@ class Sandbox:
     def _keep(self, role: str, ends: Sequence[int], failing: int) -> None:
         """Be the keeper. Its child is the first process of the new namespace, with which all others there end; it ends
         with the keeper, which the code can neither see nor signal."""
-        libc, is_root = ctypes.CDLL(None, use_errno=True), os.getuid() == 0
+        libc, user, group = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
         if self._is_apart:
-            _leave(libc, is_root)
+            _checked("unshare", libc.unshare(NEW_OTHERS | (NEW_USER if user else 0)))
+            for name, line in (
+                ("setgroups", "deny"),
+                ("uid_map", f"{user} {user} 1"),
+                ("gid_map", f"{group} {group} 1"),
+            ):
+                if user:
+                    Path("/proc/self", name).write_text(line)
         first = os.fork()
         if not first:
             libc.prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
@@ -126,30 +133,25 @@ class Sandbox:
             libc.prctl(DUMPABLE, 0, 0, 0, 0)  # nobody inside may look into it
             first = os.fork()
             if not first:
-                self._become(libc, role, ends, failing, is_root and self._is_apart)
+                self._become(libc, role, ends, failing, gives_up_root=self._is_apart and not user)
         os.closerange(3, 1 << 16)
         os.waitpid(first, 0)
         os._exit(0)
 
-    def _become(self, libc: Any, role: str, ends: Sequence[int], failing: int, gives_up_root: bool) -> None:
-        import fcntl
-        import resource
-
+    def _become(self, libc: Any, role: str, ends: Sequence[int], failing: int, *, gives_up_root: bool) -> None:
         null = os.open(os.devnull, os.O_RDWR)
         high = [fcntl.fcntl(end, fcntl.F_DUPFD, failing + 1) for end in (ends[0], null, null, *ends[1:])]
         for place, end in enumerate(high):  # `failing` is behind all pipes, which were made before
             os.dup2(end, place)
         os.closerange(len(high), failing)
         os.closerange(failing + 1, 1 << 16)
-        for name, most in (
-            ("CPU", CPU_S), ("FSIZE", FILE_BYTES), ("NPROC", PROCESSES), ("NOFILE", FILES),
-            ("CORE", 0),
-        ):  # fmt: skip
+        for name, most in (("CPU", CPU_S), ("FSIZE", FILE_BYTES), ("NPROC", PROCESSES), ("NOFILE", FILES), ("CORE", 0)):
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
         if gives_up_root:  # whom no limit of processes holds
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
+        libc.prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
         os.execve(self._python, [self._python, "-ISBc", self._source, role, self._path], ENVIRONMENT)
 
@@ -164,15 +166,6 @@ def _checked(name: str, result: int) -> None:
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
-def _leave(libc: Any, is_root: bool) -> None:
-    """Leave the namespaces of this process; the next child leaves that of processes."""
-    user, group = os.getuid(), os.getgid()
-    _checked("unshare", libc.unshare(NEW_OTHERS if is_root else NEW_OTHERS | NEW_USER))
-    if not is_root:
-        for name, line in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-            Path("/proc/self", name).write_text(line)
-
-
 def _change_root(libc: Any) -> None:
     """Have Python's folders, a few devices and an empty /tmp alone. Nothing of it stays when the process ends."""
     root = "/sys"  # a folder that is everywhere, to mount on
@@ -183,7 +176,6 @@ def _change_root(libc: Any) -> None:
 
     mount("none", "/", "", PRIVATE_ALL)
     mount("tmpfs", root, "tmpfs", NO_SETUID, "size=1m,mode=755")
-    devices = [f"/dev/{name}" for name in ("null", "zero", "random", "urandom")]
     bound = list[str]()
     for path in sorted({"/usr", "/lib", "/lib64", *_prefixes()}):
         if os.path.islink(path):
@@ -193,13 +185,12 @@ def _change_root(libc: Any) -> None:
             mount(path, root + path, "", BIND_ALL)
             bound.append(path)
     os.mkdir(f"{root}/dev")
-    for path in devices:
+    for path in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"):
         Path(root + path).touch()
         mount(path, root + path, "", BIND_ALL)
     os.mkdir(f"{root}/tmp")
     wanted = (ctypes.c_uint64 * 4)(READ_ONLY_NO_SETUID, 0, 0, 0)
-    setattr_is = libc.syscall(MOUNT_SETATTR, HERE, root.encode(), RECURSIVE, wanted, ctypes.sizeof(wanted))
-    _checked("mount_setattr", setattr_is)
+    _checked("mount_setattr", libc.syscall(MOUNT_SETATTR, HERE, root.encode(), RECURSIVE, wanted, 32))
     mount("tmpfs", f"{root}/tmp", "tmpfs", NO_SETUID, f"size={TEMPORARY_BYTES},nr_inodes=4096,mode=1777")
     os.chroot(root)  # from which no process may make itself a namespace of users
     os.chdir("/tmp")
@@ -215,11 +206,9 @@ def literal(value: Any) -> str:
         return ascii(kind(value))
     if isinstance(value, float) and value == value:
         return ascii(float(value)).replace("inf", "1e999")
-    if isinstance(value, list | tuple):
-        parts = "".join(f"{literal(one)}," for one in value)
-        return f"[{parts}]" if isinstance(value, list) else f"({parts})"
-    if isinstance(value, set | frozenset):
-        return "{" + ",".join(map(literal, value)) + "}" if value else "set()"
+    if isinstance(value, list | tuple | set | frozenset):
+        first, last = "[]" if isinstance(value, list) else "()" if isinstance(value, tuple) else "{}"
+        return first + "".join(f"{literal(one)}," for one in value) + last if value or first != "{" else "set()"
     if isinstance(value, dict):
         return "{" + ",".join(f"{literal(key)}:{literal(one)}" for key, one in value.items()) + "}"
     if value is None:
@@ -309,7 +298,5 @@ def run_tests(given: str) -> None:
 if __name__ == "__main__":
     sys.path = ast.literal_eval(sys.argv[2])
     sys.set_int_max_str_digits(0)
-    import resource
-
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))  # which the process before exec may exceed
     {"code": run_code, "tests": run_tests}[sys.argv[1]](sys.stdin.read())

@@ -130,9 +130,9 @@ def method_answer(args: PlanConfig) -> MethodPlan:
     rolled = None
     if args.method in ROLLED:
         sizes = args.num_generations or ROLLOUT_ANSWERS, args.max_completion_length or ROLLOUT_TOKENS
-        reads = args.teacher is not None and not is_address(args.teacher)
-        reader = resolve_shape(args.teacher, trust_remote_code=args.trust_remote_code) if reads else None
-        rolled = RolloutSize(*sizes, refers=args.beta is not None, reader=reader)
+        teacher = None if is_address(args.teacher) else args.teacher
+        reader = teacher and resolve_shape(teacher, trust_remote_code=args.trust_remote_code)
+        rolled = RolloutSize(*sizes, refers=args.beta is not None, reader=reader or None)
     method = "pictures" if shape.seeing_params else args.method
     return plan_method(method, shape, _request(args, hardware), hardware, rolled)
 

@@ -18,7 +18,7 @@ WALL_S = 120.0
 @pytest.fixture(scope="module")
 def judge() -> Callable[..., Verdict]:
     try:
-        assert Sandbox().judge("", ["assert True"], wall_s=WALL_S).passes
+        assert Sandbox().judge("", ["assert True"], None, WALL_S).passes
     except SandboxError as error:
         pytest.skip(str(error))
     return lambda code, *tests, entry_point=None: Sandbox().judge(code, tests, entry_point, WALL_S)
@@ -124,7 +124,7 @@ def test_limits(judge: Callable[..., Verdict]) -> None:
     limits = "import resource as r\ndef f():\n    return [r.getrlimit(n)[1] for n in (r.RLIMIT_CPU, r.RLIMIT_FSIZE)]"
     assert judge(limits, f"assert f() == [{sandbox.CPU_S}, {sandbox.FILE_BYTES}]") == PASSES
     assert judge("def f():\n    print('x' * 10**8)\n    return 1", "assert f() == 1") == PASSES
-    assert Sandbox().judge("while True:\n    pass", ["f()"], wall_s=1) == FAILS
+    assert Sandbox().judge("while True:\n    pass", ["f()"], None, 1) == FAILS
     assert judge("def f():\n    pass", "while True:\n    pass") == FAILS
 
 
@@ -152,4 +152,4 @@ def test_a_kernel_that_refuses_is_told(judge: Callable[..., Verdict], monkeypatc
     monkeypatch.setattr(sandbox, "NEW_OTHERS", 1)
     with pytest.raises(SandboxError, match=r"the kernel gives no process apart: .*unshare: Invalid argument"):
         judge("", "assert True")
-    assert Sandbox(is_apart=False).judge("def f():\n    return 1", ["assert f() == 1"], wall_s=WALL_S) == PASSES
+    assert Sandbox(is_apart=False).judge("def f():\n    return 1", ["assert f() == 1"], None, WALL_S) == PASSES
