@@ -47,12 +47,12 @@ class SandboxError(RuntimeError):
     """The kernel gives no such process."""
 
 
-class Verdict(NamedTuple):
-    """What became of one answer."""
+class CodeVerdict(NamedTuple):
+    """Outcome of one answer."""
 
     passes: bool
     tried: tuple[str, ...]
-    """What it reached for through Python, in vain: network, disk. Attempts by other ways fail too, untold."""
+    """Names of what it reached for in vain: network, disk. Attempts past Python fail too, untold."""
 
 
 class Sandbox:
@@ -63,7 +63,7 @@ class Sandbox:
         self._python, paths = os.path.realpath(sys.executable), map(os.path.realpath, sys.path)
         self._path = ascii([path for path in paths if path.startswith(tuple(_prefixes()))])
 
-    def judge(self, code: str, tests: Sequence[str], entry_point: str | None, wall_s: float) -> Verdict:
+    def judge(self, code: str, tests: Sequence[str], entry_point: str | None, wall_s: float) -> CodeVerdict:
         """Run the tests, of which a function `check` gets the code's `entry_point`, for `wall_s` seconds by the clock
         at most. SandboxError where the kernel refuses the processes."""
         calls, replies, verdict, notes = (os.pipe() for _ in range(4))
@@ -86,7 +86,7 @@ class Sandbox:
                 tried = tuple(sorted(said & {"disk", "network"}))
             for end in (*ends, verdict[0], notes[0]):
                 os.close(end)
-        return Verdict(passes and not tried, tried)
+        return CodeVerdict(passes and not tried, tried)
 
     def _start(self, role: str, text: str, pipes: Sequence[int]) -> int:
         """Begin a process that has these pipes, and `text` as its input. Returns the number of its keeper."""

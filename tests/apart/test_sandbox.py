@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from outcore.apart import sandbox
-from outcore.apart.sandbox import Sandbox, SandboxError, Verdict
+from outcore.apart.sandbox import Sandbox, SandboxError, CodeVerdict
 
-PASSES, FAILS = Verdict(True, ()), Verdict(False, ())
+PASSES, FAILS = CodeVerdict(True, ()), CodeVerdict(False, ())
 WALL_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def judge() -> Callable[..., Verdict]:
+def judge() -> Callable[..., CodeVerdict]:
     try:
         assert Sandbox().judge("", ["assert True"], None, WALL_S).passes
     except SandboxError as error:
@@ -24,7 +24,7 @@ def judge() -> Callable[..., Verdict]:
     return lambda code, *tests, entry_point=None: Sandbox().judge(code, tests, entry_point, WALL_S)
 
 
-def test_data_and_errors_cross(judge: Callable[..., Verdict]) -> None:
+def test_data_and_errors_cross(judge: Callable[..., CodeVerdict]) -> None:
     values = "[1, (1,), {2}, set(), {'a': None}, 1.5, float('inf'), '\\ud800\\n', b'x', True, [[[]]], -7]"
     assert judge("def same(x):\n    return x", f"x = {values}", "assert same(x) == x", "assert same(1) is 1") == PASSES
     assert (
@@ -55,19 +55,19 @@ def test_data_and_errors_cross(judge: Callable[..., Verdict]) -> None:
         "def f():\n    return [1] * 10**7",
     ],
 )
-def test_a_verdict_cannot_be_forged(code: str, judge: Callable[..., Verdict]) -> None:
+def test_a_verdict_cannot_be_forged(code: str, judge: Callable[..., CodeVerdict]) -> None:
     tests = (
         "try:\n    said = f()\nexcept Exception:\n    said = 2\nassert isinstance(said, int)\nassert all([said == 1])"
     )
     assert judge(code, tests) == FAILS
 
 
-def test_there_is_no_network(judge: Callable[..., Verdict]) -> None:
+def test_there_is_no_network(judge: Callable[..., CodeVerdict]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         code = f"import socket\ndef f():\n    try:\n        socket.create_connection(('127.0.0.1', {port}))\n"
         code += "    except OSError as error:\n        return 'no'"
-        assert judge(code, "assert f() == 'no'") == Verdict(False, ("network",))
+        assert judge(code, "assert f() == 'no'") == CodeVerdict(False, ("network",))
         past_python = f"""
 import ctypes
 def f():
@@ -78,12 +78,12 @@ def f():
         assert not select.select([server], [], [], 0)[0], "nobody came"
 
 
-def test_nothing_is_written_and_nothing_of_ours_is_read(judge: Callable[..., Verdict], tmp_path: Path) -> None:
+def test_nothing_is_written_and_nothing_of_ours_is_read(judge: Callable[..., CodeVerdict], tmp_path: Path) -> None:
     own, home = tmp_path / "own", Path.home() / "outcore-sandbox"
     own.write_text("secret")
     for file in (home, Path("/tmp/../usr/outcore-sandbox")):
         code = f"def f():\n    try:\n        open({str(file)!r}, 'w')\n    except OSError:\n        return 'no'"
-        assert judge(code, "assert f() == 'no'") == Verdict(False, ("disk",))
+        assert judge(code, "assert f() == 'no'") == CodeVerdict(False, ("disk",))
     for file in (home, own, Path("/usr/outcore-sandbox")):
         code = f"import ctypes\ndef f():\n    return ctypes.CDLL(None).open({str(file).encode()!r}, 0o101, 0o600)"
         assert judge(code, "assert f() == -1") == PASSES, "which is told only where Python sees it"
@@ -99,7 +99,7 @@ def test_nothing_is_written_and_nothing_of_ours_is_read(judge: Callable[..., Ver
 
 
 def test_the_environment_and_other_processes_are_not_there(
-    judge: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch
+    judge: Callable[..., CodeVerdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTCORE_SECRET", "secret")
     code = """
@@ -115,7 +115,7 @@ def f():
     assert judge(code, "assert f() == [False, False, 1, False]") == PASSES
 
 
-def test_limits(judge: Callable[..., Verdict]) -> None:
+def test_limits(judge: Callable[..., CodeVerdict]) -> None:
     bomb = "import os, time\ndef f():\n    try:\n        for count in range(999):\n            if not os.fork():\n"
     bomb += "                time.sleep(600)\n    except OSError:\n        return count"
     assert judge(bomb, f"assert f() <= {sandbox.PROCESSES}") == PASSES
@@ -128,7 +128,7 @@ def test_limits(judge: Callable[..., Verdict]) -> None:
     assert judge("def f():\n    pass", "while True:\n    pass") == FAILS
 
 
-def test_nothing_outlives_its_answer(judge: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_outlives_its_answer(judge: Callable[..., CodeVerdict], monkeypatch: pytest.MonkeyPatch) -> None:
     pipe, ends = os.pipe, list[int]()
 
     def kept() -> tuple[int, int]:
@@ -148,7 +148,7 @@ def test_nothing_outlives_its_answer(judge: Callable[..., Verdict], monkeypatch:
         os.close(end)
 
 
-def test_a_kernel_that_refuses_is_told(judge: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_refuses_is_told(judge: Callable[..., CodeVerdict], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "NEW_OTHERS", 1)
     with pytest.raises(SandboxError, match=r"the kernel gives no process apart: .*unshare: Invalid argument"):
         judge("", "assert True")

@@ -116,16 +116,6 @@ class InferencePlan:
             done += rows
         return seconds
 
-    def answers_s(self, streams: int, prompt_tokens: int, answer_tokens: int) -> float:
-        """From the arrival of all prompts to the last token of all answers; what does not fit at once takes turns."""
-        whole, left, seconds = prompt_tokens + answer_tokens, streams, 0.0
-        while left:
-            at_once = max(1, min(left, self.placement.max_sequences, self.most_streams(whole)))
-            each = self.decode(at_once, prompt_tokens + answer_tokens // 2).seconds
-            seconds += self.first_token_s(prompt_tokens, at_once) + (answer_tokens - 1) * each
-            left -= at_once
-        return seconds
-
     def tokens_per_s(self, streams: int, context: int, hit_rate: float = 0.0) -> float:
         """Rate of all answers together; those that do not fit at once take turns."""
         at_once = max(1, min(streams, self.placement.max_sequences, self.most_streams(context)))

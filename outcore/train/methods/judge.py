@@ -68,7 +68,7 @@ class CodeJudge:
         sandbox = _module("sandbox", Path(__file__).parents[2] / "apart" / "sandbox.py")
         self._sandbox, self._timeout_s = sandbox.Sandbox(is_apart), timeout_s
         self.tried: list[str] = []
-        """What answers of the last call reached for in vain."""
+        """Words for what answers of the last call reached for in vain."""
         if not self._sandbox.judge("def one():\n    return 1", ["assert one() == 1"], None, timeout_s).passes:
             raise RuntimeError("the sandbox runs no code here")
 

@@ -39,7 +39,7 @@ class RewardProcess:
     def __init__(self, name: str, timeout_s: float) -> None:
         self._name, self._timeout_s = name, timeout_s
         self.tried: list[str] = []
-        """What the answers that were judged last reached for in vain, in words."""
+        """Words for what the answers that were judged last reached for in vain."""
         self._child: subprocess.Popen[str] | None = None
         self._replies: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 

@@ -329,13 +329,12 @@ class _Story:
         self.job.phase = "preparing the trainer"
         told = settings(**arguments)
         told._n_gpu = min(told.n_gpu, 1)  # transformers would spread the model over all GPUs that it sees
+        sets = [datasets.Dataset.from_list(some) if isinstance(some, list) else some for some in rows]
         made: Any = trainer(
             model,
             args=told,
-            train_dataset=datasets.Dataset.from_list(rows[0]) if isinstance(rows[0], list) else rows[0],
-            eval_dataset=(datasets.Dataset.from_list(rows[1]) if isinstance(rows[1], list) else rows[1])
-            if rows[1]
-            else None,
+            train_dataset=sets[0],
+            eval_dataset=sets[1] if rows[1] else None,
             callbacks=[log],
             optimizers=optimizer_of(model, self.settings, schedule),
             **given,
