@@ -281,11 +281,8 @@ def run_tests(given: str) -> None:
         return call
 
     nodes = [node for text in tests for node in ast.walk(ast.parse(text))]
-    named = {node.id for node in nodes if isinstance(node, ast.Name)}
-    own = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    own |= {str(getattr(node, "asname", None) or getattr(node, "name", "")).partition(".")[0] for node in nodes}
-    space: dict[str, Any] = {name: calling(name) for name in named - own - {*dir(builtins)}}
+    named = {node.id for node in nodes if isinstance(node, ast.Name)}  # what the tests define takes its place
+    space: dict[str, Any] = {name: calling(name) for name in named - {*dir(builtins)}}
     if entry_point:
         space[entry_point] = calling(entry_point)
     for text in tests:

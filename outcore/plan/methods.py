@@ -78,7 +78,7 @@ class Reader:
     """A frozen model beside the trained one, which reads the answers of a step through its streamed layers, or none."""
 
     weight_bytes: int = 0
-    """Its weights, in RAM."""
+    """Weights, in RAM."""
     device_bytes: int = 0
     """VRAM for the whole run: embedding and head (in RAM on a CPU, like all weights), and two layers' buffers."""
     reading_bytes: int = 0

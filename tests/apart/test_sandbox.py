@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outcore.apart import sandbox
-from outcore.apart.sandbox import Sandbox, SandboxError, CodeVerdict
+from outcore.apart.sandbox import CodeVerdict, Sandbox, SandboxError
 
 PASSES, FAILS = CodeVerdict(True, ()), CodeVerdict(False, ())
 WALL_S = 120.0
