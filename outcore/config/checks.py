@@ -29,6 +29,7 @@ OF_ANSWERS = (
 )  # fmt: skip
 """Settings of how answers are laid out in rows, for methods that learn answers."""
 OF_EMBED = ("pooling", "matryoshka")
+REWARDS = ("math_verify", "code", "code_without_sandbox")
 OF_REWARDS = ("reward_function", "on_bad_reward", "reward_timeout_s")
 OF_ROLLOUTS = (*OF_REWARDS, "num_generations", "max_completion_length")
 TAUGHT = ("distill", "on_policy_distill")
@@ -199,8 +200,11 @@ def _check_rollouts(config: TrainConfig, rolls_out: bool) -> None:
             "off. Add --lora_r 16 (or another rank), or leave beta out."
         )
     file, _, name = (reward or "").rpartition(".py:")
-    if reward not in (None, "math_verify") and not (name.isidentifier() and Path(f"{file}.py").expanduser().is_file()):
-        raise ConfigError(f"reward_function: {reward!r} is no FILE.py:NAME with a file that is here, nor math_verify.")
+    if reward in (None, *REWARDS) or (name.isidentifier() and Path(f"{file}.py").expanduser().is_file()):
+        return
+    raise ConfigError(
+        f"reward_function: {reward!r} is no FILE.py:NAME with a file that is here, nor one of {', '.join(REWARDS)}."
+    )
 
 
 def _check_upload(config: TrainConfig) -> None:

@@ -20,6 +20,7 @@ from typing import IO, Any
 from outcore.common.classes import same_named
 from outcore.common.quantities import GIB, format_gib
 from outcore.common.words import names_of
+from outcore.config.fields import is_address
 from outcore.machine.offload import slow_drive_warning
 from outcore.model import named_config, resolve_shape
 from outcore.plan.answer.advice import Advice, Upgrade, advise, beside_one, upgrade_lines, upgrades
@@ -129,7 +130,9 @@ def method_answer(args: PlanConfig) -> MethodPlan:
     rolled = None
     if args.method in ROLLED:
         sizes = args.num_generations or ROLLOUT_ANSWERS, args.max_completion_length or ROLLOUT_TOKENS
-        rolled = RolloutSize(*sizes, refers=args.beta is not None)
+        teacher = None if is_address(args.teacher) else args.teacher
+        reader = teacher and resolve_shape(teacher, trust_remote_code=args.trust_remote_code)
+        rolled = RolloutSize(*sizes, refers=args.beta is not None, reader=reader or None)
     method = "pictures" if shape.seeing_params else args.method
     return plan_method(method, shape, _request(args, hardware), hardware, rolled)
 

@@ -20,7 +20,7 @@ from outcore.plan.inference.needs import kv_of, state_bytes_of
 from outcore.plan.profile import RunRequest
 from outcore.plan.terms import step_flops
 from outcore.sizing.shape import ModelShape
-from outcore.sizing.streaming import ROLLOUT_PASS_TOKENS, layers_that_stay, token_bytes
+from outcore.sizing.streaming import READ_HEAD_TOKENS, READ_ROWS, ROLLOUT_PASS_TOKENS, layers_that_stay, token_bytes
 
 MICRO_BATCH, ACCUMULATION = 2, 4
 SIDES: Mapping[str, int] = MappingProxyType(dict.fromkeys(("classify", "distill", "pictures", *ROLLED), 1))
@@ -33,6 +33,8 @@ GRADIENTS = 4
 LOGITS: Mapping[str, int] = MappingProxyType({"dpo": 3, "kto": 3, "orpo": 3, "simpo": 3, "distill": 8})
 """Copies of a micro-batch's logits, in the layers' type: themselves, their log-softmax, which autograd keeps (of a
 distillation in fp32), and gradients. Other methods' heads have few outputs. Counted, not measured."""
+READ_LOGITS_BYTES = 10
+"""Bytes of a logit that a teacher computes: itself, in fp32, and its log-softmax."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class RolloutSize:
     answer_tokens: int
     refers: bool
     """Whether it is compared with the model as it was."""
+    reader: ModelShape | None = None
+    """Model on this machine that reads the answers: a teacher. None: none, or behind an address."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,45 @@ class MethodPlan:
     words: tuple[str, ...]
     rollout_s: float = 0.0
     """Part of the step in which the model answers."""
+    reader_bytes: int = 0
+    """Weights of the model that reads its answers."""
+    reader_s: float = 0.0
+    """Part of the step in which that model reads."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A frozen model beside the trained one, which reads the answers of a step through its streamed layers, or none."""
+
+    weight_bytes: int = 0
+    """Weights, in RAM."""
+    device_bytes: int = 0
+    """VRAM for the whole run: embedding and head (in RAM on a CPU, like all weights), and two layers' buffers."""
+    reading_bytes: int = 0
+    """VRAM while it reads: hidden states of a pass's rows, what a layer computes of one, and logits."""
+    seconds: float = 0.0
+    words: str = "  its teacher is behind an address: its seconds are not counted"
+
+    @classmethod
+    def of(cls, shape: ModelShape, request: RunRequest, hardware: Hardware, seq: int, answers: int) -> Reader:
+        """Count the reading of so many `answers`, each with its prompt of `seq` tokens."""
+        e, rows = request.element_bytes, min(answers, READ_ROWS)
+        ends_bytes = 0 if hardware.is_cpu else e * (shape.embedding_params + shape.head_params)
+        features = sum(map(sum, shape.layer_matrices)) / shape.num_layers
+        reading_bytes = seq * (2 * e * rows * shape.hidden_size + token_bytes(features, shape.hidden_size, e))
+        flops = step_flops(shape, request, seq, answers * seq)
+        compute_s = hardware.compute_s(flops.forward, 0.0, flops.attention_forward)
+        crossed_bytes = -(-answers // READ_ROWS) * e * sum(shape.layer_params)
+        link_s = 0.0 if hardware.is_cpu else crossed_bytes / (hardware.h2d_gb_per_s * GB)
+        weight_bytes, seconds = e * shape.base_params, max(compute_s, link_s)
+        words = f"  its teacher {shape.name} lies in RAM beside it ({format_gib(weight_bytes)}), and reads each step's "
+        words += f"{counted(answers, 'answer')} in {format_s(seconds)}"
+        reading_bytes += READ_HEAD_TOKENS * READ_LOGITS_BYTES * shape.vocab_size
+        return cls(weight_bytes, ends_bytes + 2 * e * max(shape.layer_params), reading_bytes, seconds, words)
 
 
 def plan_method(
@@ -85,7 +124,9 @@ def plan_method(
     trained_layer = 0 if shape.lora_r else GRADIENTS * e * max(shape.layer_params) + ends_bytes
     logits_bytes = LOGITS.get(method, 0) * e * tokens * shape.vocab_size
     reserve = hardware.gpu_context_bytes + k.VRAM_RESERVE_BYTES
-    fixed = ends_bytes + 2 * layer_bytes + reserve
+    reads = rolled.reader if rolled is not None else None
+    reader = Reader.of(reads, request, hardware, seq, micro * accumulation) if reads is not None else Reader()
+    fixed = ends_bytes + 2 * layer_bytes + reserve + reader.device_bytes
     kv_bytes, turns, stays, rollout_s = 0, 1, 0, 0.0
     if rolled is not None:
         free_bytes = hardware.ram_bytes if hardware.is_cpu else max(2, hardware.vram_bytes - fixed)
@@ -94,10 +135,11 @@ def plan_method(
         if not hardware.is_cpu:  # which has them at home
             stays = layers_that_stay([layer_bytes] * layers, free_bytes, kv_bytes // turns, each_bytes)
         rollout_s = turns * _rollout_s(shape, request, hardware, rolled, layer_bytes, stays)
-    vram = fixed + max(text_bytes + logits_bytes + trained_layer, kv_bytes // turns + stays * layer_bytes)
+    answering_bytes = kv_bytes // turns + stays * layer_bytes
+    vram = fixed + max(text_bytes + logits_bytes + trained_layer, answering_bytes, reader.reading_bytes)
     hidden_bytes = tokens * shape.hidden_size * e * layers
     loading = plain_bytes + packed_bytes * bool(shape.quantize)
-    ram = max(loading, packed_bytes + STATE_BYTES * shape.trainable_params + hidden_bytes)
+    ram = max(loading, packed_bytes + STATE_BYTES * shape.trainable_params + hidden_bytes) + reader.weight_bytes
     flops = step_flops(shape, replace(request, activation_checkpointing=True), seq, tokens)
     refers = (method in REFERENCE or (rolled is not None and rolled.refers)) and shape.lora_r > 0
     more = refers + (method == "rloo")  # which asks for its answers' log-probabilities once more
@@ -107,7 +149,7 @@ def plan_method(
     crossed = layer_bytes * layers * (2 + more) + (0 if shape.lora_r else e * sum(shape.layer_params))
     link_s = 0.0 if hardware.is_cpu else crossed / (hardware.h2d_gb_per_s * GB)
     update_s = hardware.update_s("fp32", shape.trainable_params)
-    step_s = accumulation * max(compute_s, link_s) + update_s + rollout_s
+    step_s = accumulation * max(compute_s, link_s) + update_s + rollout_s + reader.seconds
     vram, ram = (0, ram + vram) if hardware.is_cpu else (vram, ram)
     short = [
         f"{name}: {format_gib(used)} of {format_gib(there)}"
@@ -115,39 +157,37 @@ def plan_method(
         if used > there
     ]
     why = "arithmetic" if compute_s >= link_s else "the link"
-    words = (
+    words = [
         f"{method}, {shape.name} on {hardware.name}: " + (f"does not fit ({'; '.join(short)})" if short else "fits"),
         f"  VRAM {format_gib(vram)} of {format_gib(hardware.vram_bytes)}, RAM {format_gib(ram)} of "
         f"{format_gib(hardware.ram_bytes)} (the model is loaded in {8 * e} bits first)",
-        *(
-            []
-            if rolled is None
-            else [_rollout_words(rolled, seq, texts * accumulation, kv_bytes, turns, stays, rollout_s)]
-        ),
-        *([f"  of it {format_gib(logits_bytes)} are logits; --batch_size 1 has fewest"] if logits_bytes else []),
+    ]
+    if rolled is not None:
+        waits = f" in {turns} turns, for which there is room" if turns > 1 else ""
+        prompts = counted(texts * accumulation // rolled.answers, "prompt")
+        words.append(
+            f"  rollouts: {rolled.answers} answers of {rolled.answer_tokens} tokens to each of {prompts} of "
+            f"{seq - rolled.answer_tokens}: {format_s(rollout_s)} of the step, {format_gib(kv_bytes)} of keys and "
+            f"values{waits}, and {counted(stays, 'layer')} that stay for all passes, freed before the update; judging "
+            "is not counted"
+        )
+    if method == "on_policy_distill":
+        words.append(reader.words)
+    if logits_bytes:
+        words.append(f"  of it {format_gib(logits_bytes)} are logits; --batch_size 1 has fewest")
+    words.append(
         f"  a step of {accumulation} x {texts} texts of {seq:,} tokens: {format_s(step_s)}, of it "
-        f"{format_s(update_s)} for the update; {why} is the limit; not fitted to measured runs",
-        *(
-            [
-                f"  its tower and projector ({format_gib(seeing_bytes)}) are frozen in RAM; what they compute is not "
-                "counted"
-            ]
-            if seeing_bytes
-            else []
-        ),
-        *(
-            ["  its teacher lies in RAM beside it, and reads each step's answers: neither is counted"]
-            if method == "on_policy_distill"
-            else []
-        ),
-        *(["  its reference is the model with the adapters switched off: one forward more"] if refers else []),
-        *(
-            ["  its reference's log-probabilities are computed once, before the first step"]
-            if method in REFERENCE and not refers
-            else []
-        ),
+        f"{format_s(update_s)} for the update; {why} is the limit; not fitted to measured runs"
     )
-    return MethodPlan(method, not short, vram, ram, step_s, accumulation * tokens, words, rollout_s)
+    if seeing_bytes:
+        tower = f"  its tower and projector ({format_gib(seeing_bytes)}) are frozen in RAM"
+        words.append(f"{tower}; what they compute is not counted")
+    if refers:
+        words.append("  its reference is the model with the adapters switched off: one forward more")
+    elif method in REFERENCE:
+        words.append("  its reference's log-probabilities are computed once, before the first step")
+    found = method, not short, vram, ram, step_s, accumulation * tokens, tuple(words), rollout_s
+    return MethodPlan(*found, reader.weight_bytes, reader.seconds)
 
 
 def _kept_bytes(shape: ModelShape, request: RunRequest, rolled: RolloutSize, seq: int, answers: int) -> int:
@@ -183,15 +223,3 @@ def _rollout_s(
     writing_s = rolled.answer_tokens * passes_s(answers, 1)
     brought_s = stays * layer_bytes / (rate * GB)
     return brought_s + passes_s(read, -(-read // ROLLOUT_PASS_TOKENS)) + writing_s
-
-
-def _rollout_words(
-    rolled: RolloutSize, seq: int, answers: int, kv_bytes: int, turns: int, stays: int, rollout_s: float
-) -> str:
-    waits = f" in {turns} turns, for which there is room" if turns > 1 else ""
-    return (
-        f"  rollouts: {rolled.answers} answers of {rolled.answer_tokens} tokens to each of "
-        f"{counted(answers // rolled.answers, 'prompt')} of {seq - rolled.answer_tokens}: {format_s(rollout_s)} of the "
-        f"step, {format_gib(kv_bytes)} of keys and values{waits}, and {counted(stays, 'layer')} that "
-        "stay for all passes, freed before the update; judging is not counted"
-    )

@@ -37,6 +37,8 @@ SUM_GROUP_BYTES = 32 * MIB
 """Smaller gradients of several parts are added up together: a wait for the other ranks costs up to a millisecond."""
 ROLLOUT_ANSWERS, ROLLOUT_TOKENS, ROLLOUT_PASS_TOKENS = 8, 256, 2048
 """Answers to a prompt (TRL's) and tokens of one, where nobody says, and tokens of a pass over them: a micro-batch's."""
+READ_ROWS, READ_HEAD_TOKENS = 64, 1024
+"""Rows that go through a teacher at once, and tokens whose logits exist at once."""
 SAVED_FACTOR = 2
 """Inputs and outputs of the linear layers, and as much for what lies between them (measured on no machine yet)."""
 STAY_LAYERS = 2

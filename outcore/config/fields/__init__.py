@@ -14,6 +14,7 @@ from outcore.config.fields.engine import EngineFields
 from outcore.config.fields.lora import LoraFields
 from outcore.config.fields.method import ROLLED as ROLLED
 from outcore.config.fields.method import MethodFields
+from outcore.config.fields.method import is_address as is_address
 from outcore.config.fields.model import ModelFields
 from outcore.config.fields.optimization import OptimizationFields
 from outcore.config.fields.reporting import ReportingFields

@@ -15,6 +15,11 @@ ROLLED = ("grpo", "gspo", "rloo", "on_policy_distill")
 """Methods whose model answers while it is trained."""
 
 
+def is_address(teacher: str | None) -> bool:
+    """Whether the teacher is a server's address."""
+    return teacher is not None and teacher.startswith(("http://", "https://"))
+
+
 @dataclass(frozen=True)
 class MethodFields:
     """Method."""
@@ -39,8 +44,9 @@ class MethodFields:
     FILE.parquet of what it said (outcore score --top_k)."""
     reward_function: str | None = None
     """Methods grpo, gspo, rloo: FILE.py:NAME, a function of (prompts, completions, **columns of the rows) that returns
-    a number for each answer; or math_verify (rows have an `answer`). It is your code and runs without a sandbox. Data
-    of reasoning-gym bring their own."""
+    a number for each answer; or math_verify (rows have an `answer`), or code (rows have `tests` for an answer's Python,
+    which runs in a sandbox; code_without_sandbox: with limits alone). Your function runs without a sandbox. Data of
+    reasoning-gym bring their own."""
     num_generations: int | None = setting(None, least=2)
     """Methods grpo, gspo, rloo, on_policy_distill: answers to each prompt; --batch_size counts answers. Default: 8."""
     max_completion_length: int | None = setting(None, above=0)

@@ -25,11 +25,6 @@ TIMEOUT_S = 600
 IGNORED = -100
 
 
-def is_address(teacher: str | None) -> bool:
-    """Whether the teacher is a server's address."""
-    return teacher is not None and teacher.startswith(("http://", "https://"))
-
-
 class TeacherServer:
     """The model at an address. ConfigError, in words, for what it does not tell."""
 

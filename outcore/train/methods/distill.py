@@ -23,17 +23,15 @@ import outcore.hf
 from outcore.checkpoint.materials import base_material
 from outcore.common import make_folder
 from outcore.config import ConfigError
+from outcore.config.fields import is_address
 from outcore.data import DataError, RowDataset, ids_hash
 from outcore.data.cache import HiddenTargets, Target, facts_of, write_targets
 from outcore.model import ModelSettings, load_model
-from outcore.train.methods.address import IGNORED, TeacherServer, is_address
+from outcore.sizing.streaming import READ_HEAD_TOKENS, READ_ROWS
+from outcore.train.methods.address import IGNORED, TeacherServer
 from outcore.train.run.job import RunJob
 
 TOP = 32
-CHUNK_ROWS = 64
-"""Rows that go through the teacher at once, and lie in one file."""
-HEAD_TOKENS = 1024
-"""Tokens whose logits exist at once."""
 
 
 class TaughtRows(torch.utils.data.Dataset):
@@ -71,16 +69,16 @@ def taught(rows: RowDataset, teacher: ModelSettings, cache: Path, job: RunJob, t
     for row in range(len(rows)):
         digest.update(_tokens(rows, row).tobytes() + b"|")
     folder = cache / "taught" / digest.hexdigest()[:16]
-    files = [folder / f"chunk-{at:06d}.parquet" for at in range(-(-len(rows) // CHUNK_ROWS))]
+    files = [folder / f"chunk-{at:06d}.parquet" for at in range(-(-len(rows) // READ_ROWS))]
     left = [at for at, file in enumerate(files) if not _is_whole(file)]
     if not left:
         job.say(f"teacher: what it says of these {len(rows):,} rows is in {folder}")
         return TaughtRows(rows, files, str(folder))
     make_folder(folder)
-    job.say(f"teacher: {name} reads {len(rows):,} rows, {len(left)} chunks of {CHUNK_ROWS} are left")
+    job.say(f"teacher: {name} reads {len(rows):,} rows, {len(left)} chunks of {READ_ROWS} are left")
     said_of = reader(teacher, tokenizer, tokenizer.decode(rows.documents_of(0)[0], skip_special_tokens=True))
     for at in left:
-        chunk = range(at * CHUNK_ROWS, min(len(rows), (at + 1) * CHUNK_ROWS))
+        chunk = range(at * READ_ROWS, min(len(rows), (at + 1) * READ_ROWS))
         write_targets(files[at], said_of(rows, chunk), facts)
     return TaughtRows(rows, files, str(folder))
 
@@ -129,7 +127,7 @@ def _said_of(model: Any, rows: RowDataset, chunk: Sequence[int]) -> Iterator[Tar
     for number, row in enumerate(chunk):
         bears_loss = labels[number, 1:] != IGNORED
         hidden_NH, own_N = hidden_BTH[number, :-1][bears_loss], labels[number, 1:][bears_loss]
-        parts = zip(hidden_NH.split(HEAD_TOKENS), own_N.split(HEAD_TOKENS), strict=True)
+        parts = zip(hidden_NH.split(READ_HEAD_TOKENS), own_N.split(READ_HEAD_TOKENS), strict=True)
         said = [torch.cat(part).cpu().numpy() for part in zip(*(_top(model, *p) for p in parts), strict=True)]
         yield Target(_tokens(rows, row), *said)
 

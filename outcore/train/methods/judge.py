@@ -1,10 +1,11 @@
 """A process that judges answers: the user's function runs here, so that it may hang or crash and the run lives on.
 
-    python judge.py FILE.py:NAME
+    python judge.py FILE.py:NAME SECONDS
 
-A line of JSON in holds the function's arguments; a line out is {"rewards": [...]} or {"error": "..."}. What the
-function prints goes to stderr, and its stdin is empty. It imports nothing of ours: it starts in milliseconds and takes
-little memory. There is no sandbox: the function may do whatever its user may."""
+A line of JSON in holds the function's arguments; a line out is {"rewards": [...], "tried": [...]} or {"error": "..."}.
+What the function prints goes to stderr, and its stdin is empty. It imports nothing of ours: it starts in milliseconds
+and takes little memory. There is no sandbox for it: the function may do whatever its user may. Code in answers has
+one (outcore/apart/sandbox.py)."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import importlib.util
 import json
 import os
 import queue
+import re
 import signal
 import sys
 import threading
@@ -56,6 +58,37 @@ def math_verify(completions: Sequence[Any], answer: Any, **_: Any) -> list[float
     ]
 
 
+class CodeJudge:
+    """Scores 1 where an answer's Python code, its last block, passes its row's `tests` within `timeout_s` seconds for
+    all answers. ValueError for a row without tests."""
+
+    def __init__(self, is_apart: bool, timeout_s: float) -> None:
+        if sys.platform != "linux":
+            raise RuntimeError("the sandbox is made of Linux's namespaces, which are not here")
+        sandbox = _module("sandbox", Path(__file__).parents[2] / "apart" / "sandbox.py")
+        self._sandbox, self._timeout_s = sandbox.Sandbox(is_apart), timeout_s
+        self.tried: list[str] = []
+        """Words for what answers of the last call reached for in vain."""
+        if not self._sandbox.judge("def one():\n    return 1", ["assert one() == 1"], None, timeout_s).passes:
+            raise RuntimeError("the sandbox runs no code here")
+
+    def __call__(self, completions: Sequence[Any], entry_point: Any = None, **columns: Any) -> list[float]:
+        found, wall_s = list[float](), 0.9 * self._timeout_s / len(completions)
+        given = next((columns[name][0] for name in ("tests", "test_list", "test") if columns.get(name)), None)
+        tests, name = [given] if isinstance(given, str) else given, entry_point[0] if entry_point else None
+        if not tests or not all(isinstance(test, str) for test in tests):
+            raise ValueError("the row has no tests (column tests, test_list or test: a text, or a list of texts)")
+        if not name and any(test.startswith("def check(") or "\ndef check(" in test for test in tests):
+            raise ValueError("the row's tests are a function check, and no entry_point says what it gets")
+        self.tried = []
+        for place, said in enumerate(map(text_of, completions), start=1):
+            blocks = re.findall(r"```(?:python|py)?[ \t]*\n(.*?)```", said, re.DOTALL)
+            passes, tried = self._sandbox.judge(blocks[-1] if blocks else said, tests, name, wall_s)
+            found.append(float(passes))
+            self.tried += [f"answer {place} tried the {what}" for what in tried]
+        return found
+
+
 BUILT_IN: dict[str, tuple[Judge, str]] = {
     "reasoning_gym": (reasoning_gym, "reasoning_gym"),
     "math_verify": (math_verify, "math_verify"),
@@ -63,24 +96,31 @@ BUILT_IN: dict[str, tuple[Judge, str]] = {
 """Judges of ours by name, with the module that they need."""
 
 
-def load(name: str) -> Judge:
+def load(name: str, timeout_s: float) -> Judge:
     """Find the function."""
+    if name in ("code", "code_without_sandbox"):
+        return CodeJudge(name == "code", timeout_s)
     if name in BUILT_IN:
         importlib.import_module(BUILT_IN[name][1])
         return BUILT_IN[name][0]
     file, _, function = name.rpartition(":")
     path = Path(file).expanduser().resolve()
     sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location("rewards_of_user", path)
-    assert spec is not None and spec.loader is not None
-    sys.modules["rewards_of_user"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = _module("rewards_of_user", path)
     if not hasattr(module, function):
         raise AttributeError(f"{path.name} has no function {function}")
     return getattr(module, function)
 
 
-def main(name: str) -> int:
+def _module(name: str, file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main(name: str, timeout_s: float) -> None:
     """Judge what comes. There is no end but the run's."""
     asked, replies = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -94,11 +134,12 @@ def main(name: str) -> int:
         print(json.dumps(said), file=replies, flush=True)
 
     try:
-        judge = load(name)
+        judge = load(name, timeout_s)
     except BaseException as error:
         reply(error=_words(error))
-        return 1
-    reply(rewards=[])
+        threading.Event().wait()  # the run ends this process when it has read why
+        return
+    reply(rewards=[], tried=[])
     while True:
         try:
             found = judge(**json.loads(lines.get()))
@@ -106,7 +147,7 @@ def main(name: str) -> int:
         except Exception as error:
             reply(error=_words(error))
         else:
-            reply(rewards=rewards)
+            reply(rewards=rewards, tried=judge.tried if isinstance(judge, CodeJudge) else [])
 
 
 def _listen(asked: TextIO, lines: queue.SimpleQueue[str]) -> None:
@@ -128,4 +169,4 @@ def _words(error: BaseException) -> str:
 
 if __name__ == "__main__":
     with contextlib.suppress(BrokenPipeError):
-        sys.exit(main(sys.argv[1]))
+        main(sys.argv[1], float(sys.argv[2]))

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from outcore.data.cache import Target
+from outcore.sizing.streaming import READ_ROWS
 from outcore.train.methods.address import IGNORED
-from outcore.train.methods.distill import CHUNK_ROWS, padded
+from outcore.train.methods.distill import padded
 
 
 class AnswerRows:
@@ -61,7 +62,7 @@ class TeacherRewards:
 
     def __call__(self, completions: Sequence[Any], **_: Any) -> list[float]:
         rows = AnswerRows(self.answered["prompt_ids"], self.answered["completion_ids"])
-        chunks = (range(at, min(at + CHUNK_ROWS, len(rows))) for at in range(0, len(rows), CHUNK_ROWS))
+        chunks = (range(at, min(at + READ_ROWS, len(rows))) for at in range(0, len(rows), READ_ROWS))
         said = [torch.from_numpy(target.logprobs) for chunk in chunks for target in self._said_of(rows, chunk)]
         own = [torch.tensor(logprobs) for logprobs in self.answered["logprobs"]]
         less = [theirs - ours for theirs, ours in zip(said, own, strict=True)]

@@ -38,6 +38,8 @@ class RewardProcess:
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self._name, self._timeout_s = name, timeout_s
+        self.tried: list[str] = []
+        """Words for what the answers that were judged last reached for in vain."""
         self._child: subprocess.Popen[str] | None = None
         self._replies: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
@@ -45,12 +47,17 @@ class RewardProcess:
         """Have it ready. RewardError where the function cannot be had."""
         judge = str(Path(__file__).with_name("judge.py"))
         self._child = subprocess.Popen(
-            [sys.executable, judge, self._name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            encoding="utf-8", **apart_options(),
+            [sys.executable, judge, self._name, str(self._timeout_s)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, encoding="utf-8", **apart_options(),
         )  # fmt: skip
         self._replies = queue.SimpleQueue()
-        threading.Thread(target=_listen, args=(self._child, self._replies), name="rewards", daemon=True).start()
-        self._reply(max(self._timeout_s, START_S))
+        for hear in (_listen, _await_end):  # what it forked holds the pipe open when it is gone itself
+            threading.Thread(target=hear, args=(self._child, self._replies), name="rewards", daemon=True).start()
+        try:
+            self._reply(max(self._timeout_s, START_S))
+        except RewardError:
+            self.close()
+            raise
 
     def ask(self, asked: dict[str, Any]) -> list[float | None]:
         """Rewards by the function. RewardError for what it did instead."""
@@ -88,14 +95,19 @@ class RewardProcess:
         said = json.loads(line)
         if "error" in said:
             raise RewardError(f"{self._name} raised {said['error']}.")
+        self.tried = said["tried"]
         return said["rewards"]
 
 
 def _listen(child: subprocess.Popen[str], replies: queue.SimpleQueue[str | None]) -> None:
     assert child.stdout is not None
-    with child.stdout:  # which ends with the last process that holds it
+    with child.stdout:
         for line in child.stdout:
             replies.put(line)
+
+
+def _await_end(child: subprocess.Popen[str], replies: queue.SimpleQueue[str | None]) -> None:
+    child.wait()
     replies.put(None)
 
 
@@ -105,7 +117,7 @@ def judge_of(config: TrainConfig) -> str:
     if all(tasks) == (config.reward_function is not None) or any(tasks) != all(tasks):
         raise ConfigError(
             f"reward_function: tasks of reasoning-gym (--dataset {TASK}NAME) judge answers to themselves alone; for "
-            "other data say who judges (--reward_function FILE.py:NAME, or math_verify)."
+            "other data say who judges (--reward_function FILE.py:NAME, math_verify or code)."
         )
     return config.reward_function or TASK.rstrip(":")
 
@@ -155,6 +167,9 @@ class Rewards:
                 found += [None] * self._answers
                 continue
             self.left_out += [False] * self._answers
+            if self._process.tried:
+                words = f"step {trainer_state.global_step + 1}: prompt {number[at]}: {'; '.join(self._process.tried)}"
+                self._say(f"WARNING: {words}. In the sandbox this fails, and the reward is 0.")
             if len(set(rewards)) == 1:
                 equal.append((number[at], rewards[0]))
             found += rewards

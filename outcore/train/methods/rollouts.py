@@ -192,9 +192,12 @@ def _rollout_trainer(base: Any, rollouts: Rollouts) -> Any:
             found = super()._generate_and_score_completions(*args, **kwargs)
             if isinstance(rewards, TeacherRewards):
                 found["advantages"] = rewards.advantages.to(found["advantages"].device)
-            elif "num_items_in_batch" in found:  # GRPO's KL is in its loss, where no advantage switches it off
-                found["completion_mask"][torch.tensor(rewards.left_out)] = 0
-                found["num_items_in_batch"] = found["completion_mask"].sum()
+            else:  # as TRL masks truncated answers: no advantage of 0 switches off the KL in a loss
+                left_out = torch.tensor(rewards.left_out)
+                for of_answers in {"completion_mask", "old_logps"} & found.keys():
+                    found[of_answers][left_out] = 0
+                if "num_items_in_batch" in found:
+                    found["num_items_in_batch"] = found["completion_mask"].sum()
             return found
 
         def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
@@ -206,6 +209,8 @@ def _rollout_trainer(base: Any, rollouts: Rollouts) -> Any:
             mask, told = inputs["completion_mask"].bool(), self._metrics["train"]
             before = {name: list(values) for name, values in told.items()}
             loss = super()._compute_loss(model, inputs)
+            if getattr(self, "loss_type", "grpo") == "grpo" and not all(rewards.left_out):  # a mean of all answers
+                loss = loss * (len(rewards.left_out) / rewards.left_out.count(False))
             if not mask.any():  # TRL's means over no token are 0, which would count in those of the step
                 told.clear()
                 told.update(before)

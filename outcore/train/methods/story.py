@@ -32,6 +32,7 @@ from outcore.checkpoint import Checkpoint
 from outcore.checkpoint.export import check_login, export_model, how_to_load, push
 from outcore.common.quantities import counted, format_s
 from outcore.config import ConfigError, ProcessFacts, RunSettings, read_deepspeed_file, resolve
+from outcore.config.fields import is_address
 from outcore.data import DataError
 from outcore.data.chat import end_tokens_of, ensure_chat_template
 from outcore.model import ModelSettings, Origin, resolve_source
@@ -43,7 +44,6 @@ from outcore.train.changes import began_from, settle_changes, settle_materials
 from outcore.train.configure.rooms import epoch_words, lora_alpha, model_settings_of, run_length, schedule_of
 from outcore.train.configure.schedule import LrSchedule, RunLength
 from outcore.train.methods import distill, heads
-from outcore.train.methods.address import is_address
 from outcore.train.methods.rewards import RewardError, check_batch, judge_of
 from outcore.train.methods.rows import split_rows
 from outcore.train.methods.table import METHODS, MethodKind, trl_classes
@@ -329,13 +329,12 @@ class _Story:
         self.job.phase = "preparing the trainer"
         told = settings(**arguments)
         told._n_gpu = min(told.n_gpu, 1)  # transformers would spread the model over all GPUs that it sees
+        sets = [datasets.Dataset.from_list(some) if isinstance(some, list) else some for some in rows]
         made: Any = trainer(
             model,
             args=told,
-            train_dataset=datasets.Dataset.from_list(rows[0]) if isinstance(rows[0], list) else rows[0],
-            eval_dataset=(datasets.Dataset.from_list(rows[1]) if isinstance(rows[1], list) else rows[1])
-            if rows[1]
-            else None,
+            train_dataset=sets[0],
+            eval_dataset=sets[1] if rows[1] else None,
             callbacks=[log],
             optimizers=optimizer_of(model, self.settings, schedule),
             **given,

@@ -61,6 +61,25 @@ def test_rollouts_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["rollout_s"] < 24 * 3600, "answers one after the other at most"
 
 
+def test_a_teacher_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its weights in RAM, its embedding, head and two layers on the device, and seconds of one pass for 64 answers."""
+    flags = ["--lora_r", "16", "--quantize", "nf4", "--lora_export", "adapter"]
+    _, alone = planned(capsys, "--method", "grpo", *flags)
+    _, server = planned(capsys, "--method", "on_policy_distill", *flags, "--teacher", "http://127.0.0.1:1")
+    assert {**server, "method": 0, "words": 0} == {**alone, "method": 0, "words": 0}
+    found = {}
+    for rows in ("2", "16", "32"):
+        batch = ["--batch_size", rows, "--grad_accum", "4", "--max_completion_length", "8", "--seq_length", "32"]
+        _, without = planned(capsys, "--method", "grpo", *flags, *batch)
+        _, found[rows] = planned(capsys, "--method", "on_policy_distill", *flags, *batch, "--teacher", "llama-70b")
+        assert "its teacher llama-70b lies in RAM beside it (131." in "".join(found[rows]["words"])
+        assert found[rows]["reader_bytes"] == found[rows]["ram_bytes"] - without["ram_bytes"] > 2 * 70e9
+        others_s = without["step_s"] - without["rollout_s"] + found[rows]["rollout_s"]
+        assert found[rows]["step_s"] == pytest.approx(others_s + found[rows]["reader_s"])
+    assert found["2"]["vram_bytes"] > 2 * 2 * 128256 * 8192 + 2 * 2 * 855e6
+    assert found["16"]["reader_s"] == found["2"]["reader_s"] < found["32"]["reader_s"] / 1.9
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

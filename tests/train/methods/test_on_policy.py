@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import outcore.hf
 from outcore.cli import main
 from tests.hf.callers import tiny, tokenizer
 from tests.train.methods.test_rollouts import steps_of
@@ -66,6 +67,22 @@ def test_losses_are_those_of_the_policy_gradient_by_the_plain_teacher(monkeypatc
         assert step["reward"] == pytest.approx(sum(rewards) / len(rewards), abs=1e-4) and step["reward"] < -0.05
         assert step["loss"] == pytest.approx(-sum(less) / len(less), abs=1e-4)  # the ratio's value is 1
         assert step["mismatch_max"] < 1e-4
+
+
+def test_the_plan_counts_the_teachers_bytes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    streamed, stream = list[int](), outcore.hf.stream
+    monkeypatch.setattr(
+        "outcore.hf.stream",
+        lambda model, **given: streamed.append(sum(p.nbytes for p in model.parameters())) or stream(model, **given),
+    )
+    assert trained("--lora_r", "4", steps=1) == 0
+    capsys.readouterr()
+    asked = ["plan", "model", "--teacher", "teacher", "--method", "on_policy_distill", "--lora_r", "4", "--json"]
+    main([*asked, "--machine", "rtx4070-laptop", "--nominal", "--precision", "fp32", "--num_generations", "4",
+          "--seq_length", "32", "--max_completion_length", "8"])  # fmt: skip
+    assert json.loads(capsys.readouterr().out)["reader_bytes"] == streamed[0]
 
 
 def kl(student: Any) -> float:

@@ -24,6 +24,7 @@ FAULTS = {
     "nan": ("return [float('nan')] * len(completions)", "bad returned nan for answer 1"),
     "count": ("return [1.0]", "bad returned 1 reward for 4 answers"),
     "crashes": ("os._exit(3)", "ended its process (exit code 3)"),
+    "leaves a child": ("os.fork() and os._exit(3); os.setsid(); time.sleep(9)", "ended its process (exit code 3)"),
     "no list": ("return None", "bad raised TypeError: 'NoneType' object is not iterable"),
 }
 
@@ -129,6 +130,22 @@ def test_a_bad_prompt_is_left_out_as_asked(capsys: pytest.CaptureFixture[str]) -
         assert all(torch.equal(before[name], after[name]) for name in before) == (number in skipped)
     for number in skipped:
         assert f"WARNING: step {number}: prompt " in said and "Its answers are left out of this step" in said
+
+
+@pytest.mark.parametrize("method", ["grpo", "gspo", "rloo"])
+def test_a_prompt_that_is_left_out_counts_in_no_mean(method: str) -> None:
+    """A step without the answers to its second prompt is that of the first prompt alone."""
+    once = "    if not os.path.exists('once'):\n        open('once', 'w')\n    else:\n        raise ValueError('no')\n"
+    Path("judges.py").write_text(JUDGES.replace("    return [", f"{once}    return [", 1))
+    flags = ["--method", method, "--grad_accum", "1", "--lr_scheduler_type", "constant", "--on_bad_reward", "skip"]
+    assert main(command(*flags, "--batch_size", "8", "--run_name", "two", steps=1)) == 0
+    Path("once").unlink()
+    assert main(command(*flags, "--batch_size", "4", "--run_name", "one", steps=1)) == 0
+    (two,), (one,) = steps_of("two"), steps_of("one")
+    assert two["prompts_left_out"] == 1 and one["prompts_left_out"] == 0 and one["grad_norm"] > 0
+    for name in ("grad_norm", "entropy", "reward"):
+        assert two[name] == pytest.approx(one[name], rel=1e-4), name
+    assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
