@@ -35,7 +35,14 @@ from outcore.runs import RunFolder, take_run
 from outcore.train.changes import began_from, settle_changes, settle_materials
 from outcore.train.configure.rooms import RunLength, choose_device, epoch_words, lora_alpha, run_length, schedule_of
 from outcore.train.process import StopRequest
-from outcore.train.process.alone import in_one_process, optimizer_of, rows_hash, save_as_ours, train_to_end
+from outcore.train.process.alone import (
+    batches_ahead,
+    in_one_process,
+    optimizer_of,
+    rows_hash,
+    save_as_ours,
+    train_to_end,
+)
 from outcore.train.process.log import RunLog, open_log
 
 READ = frozenset((
@@ -115,7 +122,8 @@ def train_vision(config: TrainConfig) -> int:
         save_as_ours(trainer, folder.checkpoints, state, keep=config.save_total_limit, saved=lambda path: None, say=say)
         if checkpoint is not None:
             say(f"resumed from {checkpoint.path} at step {checkpoint.step}")
-        train_to_end(trainer, checkpoint, length.total_steps)
+        with batches_ahead(trainer):
+            train_to_end(trainer, checkpoint, length.total_steps)
         if (step := trainer.state.global_step) < length.total_steps:
             saved = config.save_strategy != "no"
             words = "saved. Go on with the same command and --resume_from_checkpoint auto"
@@ -238,6 +246,7 @@ def _trainer(
         report_to=[],
         disable_tqdm=True,
         remove_unused_columns=False,
+        dataloader_pin_memory=False,  # batches that wait would hold it, and it is scarce
         use_cpu=not torch.cuda.is_available(),
     )
     arguments._n_gpu = 1  # the model streams through one; more would each want a copy
