@@ -22,13 +22,14 @@ from outcore.checkpoint.export import how_to_load
 from outcore.common import file_errors, finish_publishing, make_folder, publish_folder, remove_tree
 from outcore.common.listing import write_checksums
 from outcore.common.output import printable
-from outcore.common.quantities import counted, format_count, format_s
-from outcore.config import ConfigError, ProcessFacts, TrainConfig, read_deepspeed_file, resolve
+from outcore.common.quantities import counted, format_count, format_gib, format_s
+from outcore.config import ConfigError, ProcessFacts, RunSettings, TrainConfig, read_deepspeed_file, resolve
 from outcore.data import DataError, weighted_source
 from outcore.data.chat import read_template
 from outcore.data.layout import IGNORE_INDEX
 from outcore.data.look import data_settings_of
 from outcore.data.pictures import PictureEncoder, PictureRow, picture_rows
+from outcore.machine import available_ram_bytes
 from outcore.model.adapters import linear_names
 from outcore.model.facts import set_end_tokens
 from outcore.runs import RunFolder, take_run
@@ -107,6 +108,9 @@ def train_vision(config: TrainConfig) -> int:
             for line in settle_changes(checkpoint, fingerprint, on_purpose=config.continue_with_changes):
                 say(f"resume: {line}, as asked")
         say(f"data: {counted(len(rows), 'row')}, {counted(sum(len(row.values) for row in rows), 'picture')}")
+        if _comes_again(config, settings, length, rows):
+            hf.TowerOutputs(room_bytes := available_ram_bytes() // 4, evicts=False).keep_of(model)
+            say(f"vision: later epochs reuse what the frozen tower made, up to {format_gib(room_bytes)} of RAM of it")
         if words := epoch_words(config, len(rows), settings.train_batch_size):
             say(words)
         ends = _answer_ends(encoder, rows[:ROWS_FOR_ENDS])
@@ -268,6 +272,13 @@ def _collator(encoder: Any) -> Callable[[list[PictureRow]], dict[str, torch.Tens
         return encoder.batch(talks, untrained, [row.where for row in rows])
 
     return collate
+
+
+def _comes_again(config: TrainConfig, settings: RunSettings, length: RunLength, rows: list[PictureRow]) -> bool:
+    """Whether the frozen tower will get the same pictures again, which they are only with the same company: a row by
+    itself."""
+    is_alone = config.train_vision == "none" and settings.per_device_train_batch_size == 1
+    return is_alone and length.total_steps * settings.train_batch_size > len(rows)
 
 
 def _answer_ends(encoder: PictureEncoder, rows: list[PictureRow]) -> set[int]:
