@@ -143,6 +143,11 @@ def train_vision(config: TrainConfig) -> int:
 
 def _check(config: TrainConfig) -> None:
     plain = TrainConfig()
+    if config.method != plain.method:
+        raise ConfigError(
+            f"method {config.method}: this command trains pictures on answers alone. From your own code TRL's trainers "
+            "train an image-text model that outcore.hf.stream returned (docs/vision.md)."
+        )
     others = [n for n, value in vars(config).items() if n not in READ and value != getattr(plain, n)]
     if others:
         raise ConfigError(f"train_vision: runs with pictures do not read {', '.join(sorted(others))}; leave it out")
