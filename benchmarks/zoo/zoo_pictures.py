@@ -181,10 +181,11 @@ def _features_arguments(model: Any) -> set[str]:
 
 
 def _num_placeholders(model: Any, pixels: Batch) -> int:
-    wanted = inspect.signature(model.get_image_features).parameters
+    features = getattr(model, "get_image_features", None) or model.base_model.get_image_features
+    wanted = inspect.signature(features).parameters
     takes_all = "args" in wanted or "kwargs" in wanted
     with torch.no_grad():
-        found = model.get_image_features(**{k: v for k, v in pixels.items() if k in wanted or takes_all})
+        found = features(**{k: v for k, v in pixels.items() if k in wanted or takes_all})
     found = getattr(found, "pooler_output", found)
     found = list(found) if isinstance(found, (list, tuple)) else [found]
     width = model.get_input_embeddings().weight.shape[1]
