@@ -51,6 +51,9 @@ def tiny(name: str) -> Any:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     config = AutoConfig.for_model(name, **PUBLISHED.get(name, {}))
+    blind = {key: kind for key, kind in config.sub_configs.items() if "vision" in key and getattr(config, key) is None}
+    if blind:  # by default it is made without its tower
+        config = AutoConfig.for_model(name, **{key: kind() for key, kind in blind.items()})
     for part in _parts(config):
         for field, value in SMALL.items():
             if type(getattr(part, field, None)) is int and not (part is config and field == "num_heads"):
@@ -152,9 +155,11 @@ def _forms(model: Any, generator: torch.Generator) -> Iterator[Form]:
 
     if wanted & {"image_grid_thw", "image_grid_hw", "target_sizes", "spatial_shapes", "image_position_ids"}:
         for grids in ([(4, 4), (4, 8), (8, 4)], [(6, 6)] * 3, [(4, 4)] * 3, [(2, 2)] * 3):
-            for depth in dict.fromkeys((_field(vision, "temporal_patch_size", 1), 2, 1)):
+            joined = _field(vision, "pooling_kernel_size", 1) ** 2  # patches that a processor puts in one
+            for depth in dict.fromkeys((_field(vision, "temporal_patch_size", 1), 2, 1, joined)):
                 width = 3 * depth * patch * patch
-                yield of_patches(grids, lambda n, width=width: (n, width))
+                if "image_position_ids" not in wanted:  # which has a row for each picture, as its patches then have
+                    yield of_patches(grids, lambda n, width=width: (n, width))
                 if len(set(grids)) == 1:  # rows of patches: of pictures of one size
                     yield of_patches(grids, lambda n, width=width: (1, n, width))
                 yield of_patches(grids, lambda n, depth=depth: (n, depth, patch, patch, 3))
@@ -181,10 +186,11 @@ def _features_arguments(model: Any) -> set[str]:
 
 
 def _num_placeholders(model: Any, pixels: Batch) -> int:
-    wanted = inspect.signature(model.get_image_features).parameters
+    features = getattr(model, "get_image_features", None) or model.base_model.get_image_features
+    wanted = inspect.signature(features).parameters
     takes_all = "args" in wanted or "kwargs" in wanted
     with torch.no_grad():
-        found = model.get_image_features(**{k: v for k, v in pixels.items() if k in wanted or takes_all})
+        found = features(**{k: v for k, v in pixels.items() if k in wanted or takes_all})
     found = getattr(found, "pooler_output", found)
     found = list(found) if isinstance(found, (list, tuple)) else [found]
     width = model.get_input_embeddings().weight.shape[1]

@@ -8,5 +8,6 @@ transformers' own, and so do losses, heads and trainers."""
 from outcore.hf.adamw import StreamedAdamW, optimizer
 from outcore.hf.by_name import OutcoreConfig, OutcoreQuantizer
 from outcore.hf.layer import room_bytes, staying
+from outcore.hf.seen import TowerOutputs
 from outcore.hf.stream import stream
 from outcore.hf.vision import encoder_of, load_image_text, vision_parameters

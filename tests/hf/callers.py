@@ -15,6 +15,7 @@ import torch
 import transformers
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
@@ -108,7 +109,7 @@ def arguments(kind: type, folder: Path, steps: int, **more: Any) -> Any:
     return kind(**usual | more)
 
 
-def _trl(name: str, data: Callable[[], Dataset], **more: Any) -> Callable[..., Any]:
+def _trl(name: str, data: Callable[[], Dataset], reads: Any = None, **more: Any) -> Callable[..., Any]:
     def make(model: Any, folder: Path, steps: int, reference: Any = None, peft: Any = None, **args: Any) -> Any:
         import trl
 
@@ -121,12 +122,23 @@ def _trl(name: str, data: Callable[[], Dataset], **more: Any) -> Callable[..., A
             model,
             args=arguments(kind, folder, steps, **more | args),
             train_dataset=data(),
-            processing_class=tokenizer(),
+            processing_class=reads or tokenizer(),
             peft_config=peft,
             **given,
         )
 
     return make
+
+
+def about_pictures(processor: Any) -> Callable[..., Any]:
+    """TRL's DPO on pairs of answers about one picture each."""
+    said = lambda role, text: [{"role": role, "content": text}]  # noqa: E731
+    rows = [
+        {"prompt": said("user", f"hello {color}"), "chosen": said("assistant", f"test {color}"),
+         "rejected": said("assistant", "world"), "images": [Image.new("RGB", (30, 20 + 5 * at), color)]}
+        for at, color in enumerate(("red", "blue", "green", "white", "black", "gray", "pink", "brown"))
+    ]  # fmt: skip
+    return _trl("DPO", lambda: Dataset.from_list(rows), processor)
 
 
 def _transformers(data: Callable[[], Dataset]) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ length are counted; that the tokens before it are the same in the whole conversa
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ def load_processor(name: str, *, chat_template: str | None = None, trust_remote_
 Cut = tuple[int, bool]
 """Messages before this one, and whether the words that open an answer follow them."""
 
+MOST_KNOWN = 1 << 20
+"""Cuts whose place is remembered: of about 100 bytes each."""
+
 
 class PictureEncoder:
     """Batches for one model."""
@@ -57,6 +61,8 @@ class PictureEncoder:
         tokens += [getattr(processor, f"{kind}_token", None) for kind in ("video", "audio")]
         self._others = [str(token) for token in tokens if token and str(token) not in self._marks]
         """Words that, like marks, stand for what no text brings, and that count no places."""
+        self._known = dict[bytes, int]()
+        """Tokens before a cut, by what they follow from: a later epoch has the same rows."""
 
     def written(
         self, conversation: PictureTalk, tools: list[Any] | None = None, *, goes_on: bool = False, **variables: Any
@@ -119,10 +125,11 @@ class PictureEncoder:
     ) -> dict[tuple[int, *Cut], int]:
         """Tokens of a row's messages before each cut, which begin the whole conversation. All are encoded in one call:
         a processor takes milliseconds for each."""
-        found = dict[tuple[int, *Cut], int]()
+        names = {cut: _name(conversations[cut[0]], cut, rows[cut[0]]) for cut in cuts}
+        found = {cut: self._known[name] for cut, name in names.items() if name in self._known}
         decode = self._processor.tokenizer.decode  # an answer's first letters may join the blank before it in one token
-        shown = {cut: conversations[cut[0]].shown_before(cut[1]) for cut in cuts}
-        for some in ([cut for cut in cuts if shown[cut]], [cut for cut in cuts if not shown[cut]]):
+        shown = {cut: conversations[cut[0]].shown_before(cut[1]) for cut in cuts if cut not in found}
+        for some in ([cut for cut in shown if shown[cut]], [cut for cut in shown if not shown[cut]]):
             if not some:
                 continue
             told = [(conversations[row].messages[:stop], opens) for row, stop, opens in some]
@@ -138,6 +145,9 @@ class PictureEncoder:
                         f"{where[cut[0]]}: the chat template writes the beginning of a conversation otherwise once an "
                         "answer follows, so that it cannot be told which tokens are the answer"
                     )
+        if len(self._known) > MOST_KNOWN:
+            self._known.clear()
+        self._known.update((name, found[cut]) for cut, name in names.items())
         return found
 
     def _text(self, messages: Sequence[dict[str, Any]], **how: Any) -> str:
@@ -156,6 +166,12 @@ class PictureEncoder:
         if any(bool((values > 1).any()) for values in kinds):
             raise DataError("a text holds a word that stands for a video or audio in this model, and brings none")
         return made
+
+
+def _name(conversation: PictureTalk, cut: tuple[int, *Cut], ids: torch.Tensor) -> bytes:
+    """Digest of what a cut's place follows from: the messages, the pictures' sizes, and the conversation's tokens."""
+    told = repr((conversation.messages, [picture.size for picture in conversation.pictures], cut[1:]))
+    return blake2b(told.encode("utf-8", "surrogatepass") + ids.numpy().tobytes(), digest_size=16).digest()
 
 
 def _refuse(text: str, words: Sequence[str]) -> None:

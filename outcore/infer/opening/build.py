@@ -79,6 +79,8 @@ SEEING_READS = frozenset((
     "page_tokens", "deterministic",
 ))  # fmt: skip
 """Settings that a model that sees reads, and some that change nothing here."""
+SEEN_BYTES = 256 * MIB
+"""RAM for what a tower made of the latest prompts' pictures: each turn of a chat shows them again."""
 MOST_CONTEXT = 32_768
 """Tokens of prompt and answer where nobody says, of models that know more positions."""
 
@@ -175,6 +177,7 @@ def _open_seeing(
     seen = sum(p.nbytes for p in hf.vision_parameters(model).values())
     ram_gib = settings.ram_gib if nvme else None
     hf.stream(model, vram_gib=settings.vram_gib, ram_gib=ram_gib, nvme=nvme, quantize=settings.quantize)
+    hf.TowerOutputs(SEEN_BYTES, evicts=True).keep_of(model)
     why = "its sequences are answered one by one"
     loaded = LoadedModel(
         model, model.config, facts, Abilities(False, why, None, why), place.words, quantize=settings.quantize

@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 import outcore.hf
 from outcore.checkpoint import Checkpoint, save_checkpoint
+from outcore.common.quantities import GIB
 from outcore.config import RunSettings
 from outcore.train.configure.schedule import LrSchedule
 
@@ -26,6 +29,8 @@ TRAINER = "trainer"
 TALKING = ("transformers", "trl", "peft", "accelerate", "datasets", "DeepSpeed")
 """Loggers of libraries that a foreign trainer brings along. What they say is of their own settings, which no user of
 ours has made; what matters to a run we look at and say ourselves."""
+AHEAD_BYTES = GIB
+"""Bytes of batches that wait for the next step; one waits whatever its size."""
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -111,6 +116,55 @@ def save_as_ours(
         saved(save_checkpoint(folder, trainer.state.global_step, write, needed_bytes=needed_bytes, keep=keep, say=say))
 
     trainer._save_checkpoint = save
+
+
+class BatchesAhead:
+    """Iterator over an epoch's batches, the next of which are made on a pool's only thread while others are used. An
+    error of a batch is raised where that batch is taken."""
+
+    def __init__(self, batches: Iterator[Any], pool: ThreadPoolExecutor) -> None:
+        self.batches, self._pool = batches, pool
+        self._coming = deque[Future[Any]]()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.begin(1)
+        return self._coming.popleft().result()
+
+    def begin(self, count: int) -> None:
+        """Have so many batches made, or on their way."""
+        while len(self._coming) < count:
+            self._coming.append(self._pool.submit(next, self.batches))
+
+
+@contextmanager
+def batches_ahead(trainer: Any) -> Iterator[None]:
+    """Within this context the batches of the trainer's next step are made while a step runs, in the order that they
+    have without it. They wait in RAM, in `AHEAD_BYTES`."""
+    pool = ThreadPoolExecutor(1, "batches")
+    loader_of, batches_of, ahead = trainer.get_train_dataloader, trainer.get_batch_samples, BatchesAhead(iter(()), pool)
+
+    def loader() -> Any:
+        made = loader_of()
+        made.device = None  # the trainer moves a batch as its turn comes: those that wait take no VRAM
+        return made
+
+    def batches(epoch: Iterator[Any], count: int, device: torch.device) -> Any:
+        nonlocal ahead
+        if ahead.batches is not epoch:
+            ahead = BatchesAhead(epoch, pool)
+        found = batches_of(ahead, count, device)
+        size = max((sum(value.nbytes for value in batch.values()) for batch in found[0]), default=1)
+        ahead.begin(max(1, min(count, AHEAD_BYTES // size)))
+        return found
+
+    trainer.get_train_dataloader, trainer.get_batch_samples = loader, batches
+    try:
+        yield
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def train_to_end(trainer: Any, checkpoint: Checkpoint | None, total_steps: int) -> None:

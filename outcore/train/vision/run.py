@@ -22,20 +22,28 @@ from outcore.checkpoint.export import how_to_load
 from outcore.common import file_errors, finish_publishing, make_folder, publish_folder, remove_tree
 from outcore.common.listing import write_checksums
 from outcore.common.output import printable
-from outcore.common.quantities import counted, format_count, format_s
-from outcore.config import ConfigError, ProcessFacts, TrainConfig, read_deepspeed_file, resolve
+from outcore.common.quantities import counted, format_count, format_gib, format_s
+from outcore.config import ConfigError, ProcessFacts, RunSettings, TrainConfig, read_deepspeed_file, resolve
 from outcore.data import DataError, weighted_source
 from outcore.data.chat import read_template
 from outcore.data.layout import IGNORE_INDEX
 from outcore.data.look import data_settings_of
 from outcore.data.pictures import PictureEncoder, PictureRow, picture_rows
+from outcore.machine import available_ram_bytes
 from outcore.model.adapters import linear_names
 from outcore.model.facts import set_end_tokens
 from outcore.runs import RunFolder, take_run
 from outcore.train.changes import began_from, settle_changes, settle_materials
 from outcore.train.configure.rooms import RunLength, choose_device, epoch_words, lora_alpha, run_length, schedule_of
 from outcore.train.process import StopRequest
-from outcore.train.process.alone import in_one_process, optimizer_of, rows_hash, save_as_ours, train_to_end
+from outcore.train.process.alone import (
+    batches_ahead,
+    in_one_process,
+    optimizer_of,
+    rows_hash,
+    save_as_ours,
+    train_to_end,
+)
 from outcore.train.process.log import RunLog, open_log
 
 READ = frozenset((
@@ -100,6 +108,9 @@ def train_vision(config: TrainConfig) -> int:
             for line in settle_changes(checkpoint, fingerprint, on_purpose=config.continue_with_changes):
                 say(f"resume: {line}, as asked")
         say(f"data: {counted(len(rows), 'row')}, {counted(sum(len(row.values) for row in rows), 'picture')}")
+        if _comes_again(config, settings, length, rows):
+            hf.TowerOutputs(room_bytes := available_ram_bytes() // 4, evicts=False).keep_of(model)
+            say(f"vision: later epochs reuse what the frozen tower made, up to {format_gib(room_bytes)} of RAM of it")
         if words := epoch_words(config, len(rows), settings.train_batch_size):
             say(words)
         ends = _answer_ends(encoder, rows[:ROWS_FOR_ENDS])
@@ -115,7 +126,8 @@ def train_vision(config: TrainConfig) -> int:
         save_as_ours(trainer, folder.checkpoints, state, keep=config.save_total_limit, saved=lambda path: None, say=say)
         if checkpoint is not None:
             say(f"resumed from {checkpoint.path} at step {checkpoint.step}")
-        train_to_end(trainer, checkpoint, length.total_steps)
+        with batches_ahead(trainer):
+            train_to_end(trainer, checkpoint, length.total_steps)
         if (step := trainer.state.global_step) < length.total_steps:
             saved = config.save_strategy != "no"
             words = "saved. Go on with the same command and --resume_from_checkpoint auto"
@@ -131,6 +143,11 @@ def train_vision(config: TrainConfig) -> int:
 
 def _check(config: TrainConfig) -> None:
     plain = TrainConfig()
+    if config.method != plain.method:
+        raise ConfigError(
+            f"method {config.method}: this command trains pictures on answers alone. From your own code TRL's trainers "
+            "train an image-text model that outcore.hf.stream returned (docs/vision.md)."
+        )
     others = [n for n, value in vars(config).items() if n not in READ and value != getattr(plain, n)]
     if others:
         raise ConfigError(f"train_vision: runs with pictures do not read {', '.join(sorted(others))}; leave it out")
@@ -239,6 +256,7 @@ def _trainer(
         report_to=[],
         disable_tqdm=True,
         remove_unused_columns=False,
+        dataloader_pin_memory=False,  # batches that wait would hold it, and it is scarce
         use_cpu=not torch.cuda.is_available(),
     )
     arguments._n_gpu = 1  # the model streams through one; more would each want a copy
@@ -260,6 +278,13 @@ def _collator(encoder: Any) -> Callable[[list[PictureRow]], dict[str, torch.Tens
         return encoder.batch(talks, untrained, [row.where for row in rows])
 
     return collate
+
+
+def _comes_again(config: TrainConfig, settings: RunSettings, length: RunLength, rows: list[PictureRow]) -> bool:
+    """Whether the frozen tower will get the same pictures again, which they are only with the same company: a row by
+    itself."""
+    is_alone = config.train_vision == "none" and settings.per_device_train_batch_size == 1
+    return is_alone and length.total_steps * settings.train_batch_size > len(rows)
 
 
 def _answer_ends(encoder: PictureEncoder, rows: list[PictureRow]) -> set[int]:

@@ -207,6 +207,12 @@ def test_answers_alone_bear_loss_and_no_placeholder_does(folder, monkeypatch, tm
     monkeypatch.setattr(type(processor), "__call__", lambda *a, **k: calls.append(len(k["text"])) or call(*a, **k))
     batch = encoder.batch([row.conversation() for row in rows], [(), ()], [row.where for row in rows])
     assert calls == [2, 4], "one call for the rows, one for all that stands before their answers and behind the first"
+    again = encoder.batch([row.conversation() for row in rows[::-1]], [(), ()], [row.where for row in rows[::-1]])
+    assert calls == [2, 4, 2] and torch.equal(again["labels"].flip(0), batch["labels"]), "places are known by now"
+    told = [{**talk[0], "content": "hello hello <image>"}, talk[1]]
+    other = rows_of(tmp_path, {"messages": told, "image": "red.png"})[0]
+    labels = encoder.batch([other.conversation()], [()], [other.where])["labels"][0]
+    assert calls[3:] == [1, 1] and processor.tokenizer.decode(labels[labels >= 0]) == " world<eos>"
     assert [(ids == place).sum().item() for ids in batch["input_ids"]] == [2 * TOKENS, TOKENS]
     assert batch["pixel_values"].shape[0] == 3
     told = [processor.tokenizer.decode(ids[labels >= 0]) for ids, labels in zip(batch["input_ids"], batch["labels"])]

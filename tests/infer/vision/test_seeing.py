@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
 from outcore.cli import main
 from outcore.common.errors import AnswerFailed
@@ -62,6 +63,22 @@ def test_a_conversation_takes_more_pictures_and_goes_on_after_a_bad_one(made, ca
     first = plain(made, "<image>hello", pictures=("red.png",))
     second = plain(made, "<image>hello", first, "<image>test", pictures=("red.png", "blue.png"))
     assert first.strip() in out and second.strip() in out and "gone.png (this message is left out)" in out
+
+
+def test_a_picture_that_the_next_turn_shows_again_is_encoded_once(made, capsys, monkeypatch):
+    looks, look = list[int](), SiglipVisionModel.forward
+
+    def noted(self: Any, pixel_values: torch.Tensor, **how: Any) -> Any:
+        looks.append(len(pixel_values))
+        return look(self, pixel_values, **how)
+
+    first = plain(made, "<image>hello", pictures=("red.png",))
+    second = plain(made, "<image>hello", first, "test", pictures=("red.png",))
+    monkeypatch.setattr(SiglipVisionModel, "forward", noted)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"hello\ntest\n/image {made / 'blue.png'}\nand\n/quit\n"))
+    assert main(["chat", str(made / "model"), "--image", str(made / "red.png"), *GREEDY]) == 0
+    out = "".join(capsys.readouterr())
+    assert first.strip() in out and second.strip() in out and looks == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,7 @@ def test_the_tower_learns_beside_adapters_over_a_packed_base(how, made, tmp_path
     ("more", "words"),
     [
         (("--packing", "on"), "do not read packing"),
+        (("--method", "dpo", "--lora_r", "4"), "method dpo: this command trains pictures on answers alone"),
         (("--train_vision", "lora"), "give the adapters a rank"),
         (("--dataset", "embedded"), "name files with pictures"),
         (("--train_vision", "full", "--lora_r", "4", "--lora_export", "adapter"), "holds no tower"),
