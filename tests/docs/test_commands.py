@@ -52,6 +52,13 @@ def test_messages_name_a_script_of_the_clone_only_where_there_is_one() -> None:
     assert not found
 
 
+def test_names_that_begin_with_a_vowels_sound_are_written_with_an() -> None:
+    """In messages and on the pages; letters are spoken one by one."""
+    wrong = re.compile(r"\b[Aa] (NVIDIA|NVMe|NVML|HTTP|HF|LLM|RTX|SSD|H[12]00|fp\d+|int8|nf4|OOM|API|ID|8|11|18|80)\b")
+    files = [ROOT / "README.md", ROOT / "setup.py", *(ROOT / "docs").glob("*.md"), *(ROOT / "outcore").rglob("*.py")]
+    assert not [(str(file), found[0]) for file in files if (found := wrong.search(file.read_text(encoding="utf-8")))]
+
+
 def lines() -> list[str]:
     """All commands of all pages, each once."""
     return list(dict.fromkeys(line for page in PAGES for line in commands_of(page)))
