@@ -16,12 +16,12 @@ from outcore.config.commands import check_flags
 
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "train": ("outcore.train.command", "train a model: the same as python train_model.py"),
+        "train": ("outcore.train.command", "train a model"),
         "runs": ("outcore.runs.listing", "the runs here with state, step, loss and size; delete one"),
         "plan": ("outcore.plan.main", "will a model fit this machine, how fast, what to change"),
         "setup": ("outcore.install.command", "is every part there and does it work; in a clone: install, too"),
-        "probe": ("outcore.probe.command", "measure this machine once, for forecasts: the same as gds_optimizer.py"),
-        "check": ("outcore.performance.command", "before a long run: performance_test.py's GO or NO-GO"),
+        "probe": ("outcore.probe.command", "measure this machine once, for forecasts"),
+        "check": ("outcore.performance.command", "before a long run: will it fit, how fast, GO or NO-GO"),
         "machine": ("outcore.machine.command", "this computer, its GPUs and what joins them"),
         "data": ("outcore.data.main", "how rows are read, and which of their tokens bear loss"),
         "generate": ("outcore.infer.commands.generate", "text by a model of any size: a prompt, or a job over a file"),

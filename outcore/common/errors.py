@@ -18,13 +18,13 @@ class AnswerFailed(EngineError):
     """This request cannot be answered, for what it holds; the next one can."""
 
 
-def need_packages(names: Sequence[str], what_for: str, requirements: str) -> None:
-    """RuntimeError with the install line where one of these modules is missing."""
+def need_packages(names: Sequence[str], what_for: str, extra: str, kind: type[Exception] = RuntimeError) -> None:
+    """Raise `kind` with the install line of `outcore[extra]` where one of these modules is missing."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        raise RuntimeError(
+        raise kind(
             f"the packages for {what_for} are not installed ({', '.join(missing)} missing): "
-            f"python setup.py --with {requirements} in a clone, else pip install 'outcore[{requirements}]'"
+            f"python setup.py --with {extra} in a clone, else pip install 'outcore[{extra}]'"
         )
 
 

@@ -29,8 +29,8 @@ def typed_value(row: Field, value: Any) -> Any:
     kind, name = row.kind, row.name
     if row.is_optional:
         unset = ("null", "") if kind is str or row.choices else ("none", "null", "")  # "none" may be a name or a choice
-        if value is None or (isinstance(value, str) and value.lower() in unset):
-            return None
+        if value is None or (value is False and kind is str) or (isinstance(value, str) and value.lower() in unset):
+            return None  # a text that YAML's no leaves out: push_to_hub, resume_from_checkpoint
     if row.choices:
         return _choice(row, value)
     if isinstance(value, str) and value.lower() in row.words_beside:
@@ -54,7 +54,7 @@ def typed_value(row: Field, value: Any) -> Any:
         return ",".join(_texts(name, value)) if value else (None if row.is_optional else "none")
     if row.spec.mapping and isinstance(value, dict):
         return json.dumps(value)
-    if isinstance(value, dict | list):
+    if isinstance(value, dict | list | bool):
         raise ConfigError(f"{name}: expected text, got {type(value).__name__}.")
     return str(value)
 

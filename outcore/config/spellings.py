@@ -32,7 +32,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType({
     "lora_target_linear": "--lora_target_modules auto",
     **dict.fromkeys(("merge", "merge_adapter", "merge_lora"), "--lora_export merged (the default); or outcore export"),
     # what is run
-    "do_train": "leave it out: train_model.py trains; evaluation: --eval_dataset, or the documents that are held out",
+    "do_train": "leave it out: every run trains; evaluation: --eval_dataset, or the documents that are held out",
     "do_eval": "leave it out: every run evaluates; on other data: --eval_dataset FILE",
     "do_predict": "--sample_prompt TEXT shows what the model writes during the run",
     "stage": "leave it out: a model is trained on text, prompts with answers, or chats, as the data is",

@@ -45,7 +45,7 @@ class EvaluationSettings:
         object.__setattr__(self, "tasks", tasks)
         object.__setattr__(self, "gen_kwargs", MappingProxyType(dict(self.gen_kwargs)))
         if not tasks or not all(tasks):
-            raise EvaluationError("tasks is empty. Name at least one, such as outcore_endings.", "tasks")
+            raise EvaluationError("tasks is empty. Name at least one: --tasks outcore_endings", "tasks")
         if twice := sorted({name for name in tasks if tasks.count(name) > 1}):
             raise EvaluationError(f"tasks names {twice[0]} twice.", "tasks")
         is_number = isinstance(self.limit, (int, float)) and not isinstance(self.limit, bool) and isfinite(self.limit)

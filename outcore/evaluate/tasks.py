@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import random
 import re
@@ -26,6 +25,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from outcore.common.errors import need_packages
 from outcore.common.files import write_json
 from outcore.common.quantities import MB
 from outcore.data.sources import EmbeddedSource, Record
@@ -99,13 +99,9 @@ def _cut(words: list[str]) -> tuple[str, str]:
     return " ".join(words[:middle]), " ".join(words[middle:])
 
 
-INSTALL = "pip install -r requirements/evaluate.txt"
-
-
 def check_harness() -> None:
     """EvaluationError with the install line where lm-evaluation-harness is missing."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise EvaluationError(f"evaluation needs lm-evaluation-harness, which is not installed: {INSTALL}")
+    need_packages(("lm_eval",), "evaluation", "evaluate", EvaluationError)
 
 
 def harness_version() -> str:

@@ -17,7 +17,7 @@ def parser(prog: str = "performance_test.py") -> argparse.ArgumentParser:
     own = argparse.ArgumentParser(
         prog=prog,
         description="Before a long run: will it fit, how fast will it be, is this machine healthy. Takes the same "
-        "flags as train_model.py (train_model.py --help lists them).",
+        "flags as outcore train, whose --help lists them.",
         allow_abbrev=False,
         epilog="Exit codes: 0 GO, 3 GO WITH WARNINGS, 1 NO-GO, 2 wrong usage.",
     )

@@ -13,7 +13,7 @@ from outcore.model import PRESETS, named_model
 PROG = "outcore plan"
 DESCRIPTION = (
     "Will this model fit, how fast will it be, what limits it. Weights are never loaded; what is left out is chosen. "
-    "Takes the flags of train_model.py, whose --plan asks the same of one run as it is. Exit codes: 0 the plan fits, "
+    "Takes the flags of outcore train, whose --plan asks the same of one run as it is. Exit codes: 0 the plan fits, "
     "1 it does not, 2 wrong usage or a missing, stale or damaged profile."
 )
 

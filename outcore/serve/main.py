@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -69,8 +68,7 @@ def main(argv: list[str] | None = None, additions: Callable[[Service], Sequence[
 
 def _hand_over(args: argparse.Namespace, settings: ServeSettings, listening: socket) -> bool:
     """Serve through vLLM; whether our own engine has to go on because vLLM failed."""
-    if importlib.util.find_spec("httpx") is None:
-        raise RuntimeError("--engine vllm needs httpx: pip install -r requirements/serve.txt")
+    need_packages(("httpx",), "--engine vllm", "serve")
     handover = handover_of(args, serve_flags().parse_args([args.model]), settings)
     why = run_handover(handover, settings, listening, say)
     if why:

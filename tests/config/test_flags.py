@@ -141,7 +141,8 @@ def test_yaml_and_flags(tmp_path: Path) -> None:
     ("- a\n- b", "expected `name: value` lines"), ("a: [", "not readable as YAML"),
     ("gradient_checkpointing: true\nactivation_checkpointing: true", "given twice"),
     ("dataset: {a: 1}", "expected text"), ("max_steps: [1]", "expected a whole number"),
-    ("run_name: [a]", "expected text, got list"), ("report_to: {a: 1}", "expected text, got dict"),
+    ("run_name: [a]", "expected text, got list"), ("resume_from_checkpoint: yes", "expected text, got bool"),
+    ("report_to: {a: 1}", "expected text, got dict"),
 ])  # fmt: skip
 def test_wrong_yaml(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "c.yaml"
@@ -154,6 +155,8 @@ YAML_FORMS = [
     ("eval_strategy: no", "eval_strategy", "no"),
     ("quantize: no", "quantize", "none"), ("packing: no", "packing", "off"), ("packing: yes", "packing", "on"),
     ("report_to: no", "report_to", "none"), ("report_to: []", "report_to", "none"),
+    *((f"{name}: {word}", name, None) for name, row in FIELDS.items() if row.is_optional and row.kind is str
+      for word in ("no", "false", "off", "null")),
     ("report_to:\n- tensorboard", "report_to", "tensorboard"),
     ("lora_r: 8\nmodel: x/y\nlora_target_modules: [q_proj, v_proj]", "lora_target_modules", "q_proj,v_proj"),
     ("lora_r: 8\nmodel: x/y\nlora_modules_to_save: [lm_head]", "lora_modules_to_save", "lm_head"),

@@ -26,17 +26,20 @@ ELSEWHERE = {
 """Flags of other programs that the pages speak of."""
 
 
-BOTH = ("outcore/cli.py", "outcore/common/errors.py", "outcore/engine/deepspeed/environment.py")
+BOTH = ("outcore/common/errors.py", "outcore/common/words.py", "outcore/engine/deepspeed/environment.py")
 """Files whose words name a script beside what is there without it."""
+PROGS = ("gds_optimizer.py", "performance_test.py", "train_model.py")
+"""Names by which a script, too, tells its usage."""
 
 
 def test_messages_name_a_script_of_the_clone_only_where_there_is_one() -> None:
     """Who installed by pip has no setup.py or gds_optimizer.py; `own_command` knows."""
-    script = re.compile(r"python (setup|gds_optimizer|performance_test|train_model)\.py|{own_command")  # no f-string
+    script = re.compile(r"\b(setup|gds_optimizer|performance_test|train_model)\.py|\brequirements[/.]|{own_command")
     found = []
     for file in sorted((ROOT / "outcore").rglob("*.py")):
         name = file.relative_to(ROOT).as_posix()
-        if name.startswith("outcore/install/") or name in BOTH:  # install: rows of a clone have fixes of their own
+        of_clone = name.startswith("outcore/install/") and "/probes/" not in name  # its rows have fixes of their own
+        if of_clone or name in BOTH:
             continue
         tree = ast.parse(file.read_text())
         told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -44,9 +47,16 @@ def test_messages_name_a_script_of_the_clone_only_where_there_is_one() -> None:
             f"{name}:{node.lineno}"
             for node in ast.walk(tree)
             if isinstance(node, ast.Constant) and id(node) not in told
-            if isinstance(node.value, str) and script.search(node.value)
+            if isinstance(node.value, str) and node.value not in PROGS and script.search(node.value)
         ]
     assert not found
+
+
+def test_names_that_begin_with_a_vowels_sound_are_written_with_an() -> None:
+    """In messages and on the pages; letters are spoken one by one."""
+    wrong = re.compile(r"\b[Aa] (NVIDIA|NVMe|NVML|HTTP|HF|LLM|RTX|SSD|H[12]00|fp\d+|int8|nf4|OOM|API|ID|8|11|18|80)\b")
+    files = [ROOT / "README.md", ROOT / "setup.py", *(ROOT / "docs").glob("*.md"), *(ROOT / "outcore").rglob("*.py")]
+    assert not [(str(file), found[0]) for file in files if (found := wrong.search(file.read_text(encoding="utf-8")))]
 
 
 def lines() -> list[str]:

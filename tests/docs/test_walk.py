@@ -34,6 +34,7 @@ def walk() -> list[str]:
 def test_the_walk_is_short_and_its_data_is_there() -> None:
     commands = walk()
     assert len(commands) <= MOST_COMMANDS and commands[-1].startswith("outcore chat ")
+    assert commands[0] in (ROOT / "README.md").read_text(encoding="utf-8"), "README, too, says how to get the code"
     given = shlex.split(commands[-2])
     assert (ROOT / given[given.index("--dataset") + 1]).is_file() and HUB_ID in given
 

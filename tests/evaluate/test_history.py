@@ -117,6 +117,19 @@ def test_the_command(history, evaluation):
     assert "no evaluation 'eval-c'" in evaluation.said
 
 
+def test_documents_do_not_steer_the_terminal_that_shows_them(history, evaluation, monkeypatch):
+    scores, kept = result_of((1.0,))
+    kept[0]["prompt"] = "c1 \x9b2J turned \u202e del \x7f"
+    record = record_of("eval-d", error="red \x1b[31m")
+    history.save(record)
+    history.finish(record | {"status": "failed"}, scores, kept)
+    assert "\x9b" in evaluation.history("show", "eval-d", "--samples", "1"), "a file gets the text as it is"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    shown = evaluation.history("show", "eval-d", "--samples", "1")
+    assert r"c1 \x9b2J turned \u202e del \x7f" in shown and r"error: red \x1b[31m" in shown
+    assert not set(shown) & set("\x1b\x7f\x9b\u202e")
+
+
 def documents(values):
     return [
         {"task": "t", "filter": "none", "doc_id": n, "answers": [], "metrics": {"bits": value}}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from outcore.common.errors import need_packages
 from outcore.install import bootstrap
 from outcore.install.environment import Environment, check_python, find_environment, make_environment
 from outcore.install.errors import InstallError, from_os_error
@@ -207,6 +208,14 @@ def test_bootstrap_without_an_environment(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(bootstrap, "NEEDED_MODULES", ("no_such_module", "nor_this", "nor_that"))
     with pytest.raises(SystemExit, match="no_such_module, nor_this, nor_that are not installed"):
         bootstrap.ensure_environment(str(tmp_path / "train.py"))
+
+
+@pytest.mark.parametrize("names", [["no_such_module"], ["no_such_module", "nor_this", "nor_that"]])
+def test_missing_packages_are_named_together_with_one_line_that_mends_all(names: list[str]) -> None:
+    mends = "python setup.py --with ui in a clone, else pip install 'outcore[ui]'"
+    with pytest.raises(RuntimeError) as told:
+        need_packages(["json", *names], "the panels", "ui")
+    assert str(told.value) == f"the packages for the panels are not installed ({', '.join(names)} missing): {mends}"
 
 
 def test_too_old_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -104,4 +105,13 @@ def test_setup_without_a_clone_verifies_what_pip_installed(tmp_path: Path, capsy
     rows = {row["part"]: row for row in json.loads(said.out)["rows"]}
     assert rows["torch"]["status"] == "OK" and "CPU optimizer" in rows and "verifying every part: done" in said.err
     assert json.loads((user_folder() / "setup_report.json").read_text())["rows"] == list(rows.values())
-    assert setup_command(["--run"], clone=tmp_path) == 2 and "only to verify" in capsys.readouterr().err
+
+
+def test_setup_without_a_clone_takes_only_flags_that_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        setup_command(["--run"], clone=tmp_path)
+    told = capsys.readouterr().err
+    assert "there is only to verify" in told and "unrecognized arguments: --run" in told
+    with pytest.raises(SystemExit, match="0"):
+        setup_command(["--help"], clone=tmp_path)
+    assert set(re.findall(r"--[\w-]+", capsys.readouterr().out)) == {"--help", "--check", "--json"}

@@ -149,6 +149,15 @@ def test_a_client_ends_with_a_session_that_is_told_to_end(tmp_path, name, code):
     assert (tmp_path / "ended").exists()
 
 
+@pytest.mark.more(after=1)
+@pytest.mark.parametrize(("name", "code"), [("TERM", 143), ("KILL", 137), ("SEGV", 139)])
+def test_a_client_that_a_signal_ends_gives_the_code_that_a_shell_gives(tmp_path, name, code):
+    (tmp_path / "session.py").write_text(SESSION)
+    found = make_client(tmp_path, f"#!/bin/sh\nkill -{name} $$\n")
+    ended = start(tmp_path, found, "claude", "model", begin=[str(tmp_path / "session.py")])
+    assert ended.returncode == code, ended.stderr
+
+
 @pytest.mark.more
 def test_what_cannot_be_started_is_said(tmp_path):
     ended = start(tmp_path, tmp_path, "claude", str(tmp_path / "none"), "--device", "cpu")

@@ -16,7 +16,7 @@ ABOUT_DATA = """How rows are read, and which of their tokens bear loss, before a
     outcore data rows.jsonl --model ./Qwen3-4B --rows 20 --html rows.html
 
 Tokens between brackets (green in a terminal) bear loss. The same page of rows is written as HTML. Settings have the
-names that train_model.py gives them. Exit code: 0 shown, 2 wrong usage or data that cannot be read."""
+names that training gives them. Exit code: 0 shown, 2 wrong usage or data that cannot be read."""
 
 
 def data_flags() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from outcore.common.journal import is_held
-from outcore.common.output import tell_error
+from outcore.common.output import show, tell_error
 from outcore.config.commands import evaluations_flags
 from outcore.evaluate.commands.evaluate import table_of
 from outcore.evaluate.history import History, as_csv, as_table, diff_of, when
@@ -24,8 +24,6 @@ def main(argv: list[str] | None = None) -> int:
     except KeyError as error:
         missing = f"there is no evaluation {error.args[0]!r} in {args.history}."
         return tell_error("evaluations", ValueError(missing))
-    except BrokenPipeError:
-        return 0
     except (ValueError, OSError) as error:
         return tell_error("evaluations", error)
 
@@ -55,7 +53,7 @@ def _show(args: argparse.Namespace, history: History) -> int:
         return 0
     print(f"{record['id']}  {record['status']}  {record['model']}  {when(record['created_at'])}")
     if record["error"]:
-        print(f"error: {record['error']}")
+        show(f"error: {record['error']}\n")
     if record["seconds"]:
         print(f"{record['seconds']:.1f} s, of them {record['asking_s'] or 0:.1f} s in the model")
     for name in ("settings", "launch", "versions"):
@@ -64,7 +62,7 @@ def _show(args: argparse.Namespace, history: History) -> int:
     if record["scores"]:
         print(table_of(record["scores"]))
     for one in samples:
-        print(json.dumps(one, ensure_ascii=False))
+        show(json.dumps(one, ensure_ascii=False) + "\n")
     return 0
 
 

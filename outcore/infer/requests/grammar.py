@@ -7,7 +7,6 @@ the layers run. The package works without Python's lock.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import threading
 from collections import OrderedDict
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 
 from outcore.apart import JSON_OPTIONS, Ask, Bench, first_line, for_forms
+from outcore.common.errors import need_packages
 
-PACKAGE = "llguidance"
 TYPES = ("text", "json_object", "json_schema", "regex", "grammar")
 MASK_THREADS = 4
 """Answers whose masks are computed at a time."""
@@ -122,8 +121,7 @@ class Grammars:
             raise ValueError(f"response_format must be an object whose type is one of {', '.join(TYPES)}.")
         if response_format["type"] == "text":
             return None
-        if importlib.util.find_spec(PACKAGE) is None:
-            raise ValueError(f"response_format needs the package {PACKAGE}: pip install -r requirements/serve.txt")
+        need_packages(("llguidance",), "response_format", "serve", ValueError)
         return self._compiled(response_format, said_as)
 
     def _compiled(self, wanted: Mapping[str, Any], said_as: str) -> Grammar:

@@ -189,7 +189,8 @@ def _run(client: AgentClient, more: Sequence[str]) -> int:
         **before_exec(lambda: (signal.signal(signal.SIGINT, signal.SIG_DFL), tie())),
     )  # fmt: skip
     try:
-        return running.wait()
+        code = running.wait()
+        return code if code >= 0 else 128 - code  # as a shell has it where a signal ended the client
     except SystemExit:
         with suppress(psutil.NoSuchProcess):  # it has ended by itself
             _end(psutil.Process(running.pid))

@@ -331,7 +331,7 @@ def _check_direct(engine: StorageEngine) -> None:
     if not getattr(engine, "moves_device_memory", False):
         raise ValueError(
             f"direct=True needs a storage engine that moves device memory, and {engine.name!r} does not: open kvikio "
-            "(gds_optimizer.py tells whether that is faster here), or leave direct off (staged)"
+            "(outcore probe tells whether that is faster here), or leave direct off (staged)"
         )
 
 

@@ -404,8 +404,7 @@ class _Story:
             train_to_end(trainer, self.checkpoint, steps.total_steps)
         except RewardError as error:
             raise RewardError(f"{error} {self._kept_before(trainer)}") from error
-        step = trainer.state.global_step
-        if step < steps.total_steps:
+        if (step := trainer.state.global_step) < steps.total_steps:
             saved = "saved. Go on with the same command and --resume_from_checkpoint auto" * bool(self.saved_path)
             job.say(f"stopped at step {step} of {steps.total_steps} and {saved or 'not saved (save_strategy no)'}")
             return stop.exit_code
@@ -428,7 +427,8 @@ class _Story:
         elif self.rollouts is not None:
             words += "; no answer was judged, so nothing was learned"
         job.say(words + f"; validation {log.eval_words}" * bool(log.last_eval))
-        job.say(f"log and loss curve: {folder.logs}")
+        saved = f"\ncheckpoints:        {folder.checkpoints}" * (config.save_strategy != "no")
+        job.say(f"log and loss curve: {folder.logs}{saved}")
         if config.export:
             job.say(f"model:              {folder.export}  ({self._loads()})")
             if config.push_to_hub is not None:

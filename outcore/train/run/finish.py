@@ -85,8 +85,7 @@ def _summary(ready: Ready, seconds: float) -> None:
     if evals:
         words += f"; validation loss {evals['eval_loss']:.3f}, perplexity {evals['eval_perplexity']:.2f}"
     job.say(words)
-    job.say(f"log and loss curve: {folder.logs}")
-    if job.config.save_strategy != "no":
-        job.say(f"checkpoints:        {folder.checkpoints}")
+    saved = f"\ncheckpoints:        {folder.checkpoints}" * (job.config.save_strategy != "no")
+    job.say(f"log and loss curve: {folder.logs}{saved}")
     if job.config.export:
         job.say(f"model:              {folder.export}  ({how_to_load(folder.export)})")

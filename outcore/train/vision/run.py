@@ -133,7 +133,8 @@ def train_vision(config: TrainConfig) -> int:
             words = "saved. Go on with the same command and --resume_from_checkpoint auto"
             say(f"stopped at step {step} of {length.total_steps} and {words if saved else 'not saved'}")
             return stop.exit_code
-        say(f"done: {counted(step, 'step')} in {format_s(time.perf_counter() - began_s)}")
+        saved = f"\ncheckpoints: {folder.checkpoints}" * (config.save_strategy != "no")
+        say(f"done: {counted(step, 'step')} in {format_s(time.perf_counter() - began_s)}{saved}")
         stop.finishing = "finishing the export"
         if config.export:
             _export(config, name, model, encoder, folder.export, ends)

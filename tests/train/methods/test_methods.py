@@ -74,8 +74,9 @@ def train(method: str, *flags: str, rows: str = "", steps: int = 3, name: str = 
         ("simpo", []),
     ],
 )
-def test_a_method_is_a_run_like_any_other(method: str, flags: list[str]) -> None:
+def test_a_method_is_a_run_like_any_other(method: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert train(method, *flags) == 0
+    assert "\ncheckpoints:        checkpoints/run\n" in capsys.readouterr().out
     metrics = read_metrics("logs/run/metrics.jsonl")
     assert [step["step"] for step in metrics.steps] == [1, 2, 3]
     assert all(step["grad_norm"] > 0 and step["lr"] > 0 for step in metrics.steps)

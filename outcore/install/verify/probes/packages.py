@@ -93,7 +93,7 @@ def _try_kvikio(accelerator: str) -> str:
             n_bytes = source.read(back)
         if n_bytes != sent.nbytes or not bool((back == sent).all()):
             raise RuntimeError("a file written from GPU memory reads back differently")
-    return f"{kvikio.__version__}, GPU memory to a file and back (which path: python gds_optimizer.py)"
+    return f"{kvikio.__version__}, GPU memory to a file and back (which path: outcore probe tells)"
 
 
 def _imported(*modules: str) -> str:
