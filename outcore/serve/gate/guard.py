@@ -81,6 +81,8 @@ class Guard:
             )  # fmt: skip
         if "\0" in scope["path"] or b"%00" in scope["query_string"]:
             raise ApiError(400, "No name here holds a NUL.")
+        if "transfer-encoding" in headers and "content-length" in headers:
+            raise ApiError(400, "A body ends by its Content-Length or by its chunks: leave one of them out.")
         if scope["path"].startswith("/v1/audio"):  # before its body: sound comes as a form
             raise ApiError(404, f"There is no {scope['path']} here: sound is never read or written.")
         if "transfer-encoding" in headers or headers.get("content-length", "0") != "0":
@@ -96,5 +98,6 @@ class Guard:
 
 
 def refusal(error: ApiError, scope: Scope) -> JSONResponse:
-    """An error as middleware answers it."""
-    return JSONResponse(error.body(scope["path"]), error.status, headers=error.headers())
+    """An error as middleware answers it. Where a request could be read in two ways, nothing behind it is read."""
+    headers = error.headers() | ({"Connection": "close"} if error.status == 400 else {})
+    return JSONResponse(error.body(scope["path"]), error.status, headers=headers)
