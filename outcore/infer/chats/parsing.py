@@ -335,7 +335,8 @@ class TemplateParser:
             elif kind == "region_close":
                 if part == "tool_calls":
                     calls = self._calls(event.get("value"), len(new.tool_calls))
-                    new.tool_calls += calls
+                    most = self._most_calls
+                    new.tool_calls += [call for call in calls if most is None or call["index"] < most]
                     new.content += "" if calls else self._unfinished
                 self._unfinished = ""
         return self.whole.take(new)
@@ -346,7 +347,7 @@ class TemplateParser:
             function = one.get("function", one) if isinstance(one, dict) else None
             count = len(self.whole.tool_calls) + before + len(found)
             call = tool_call_of(json.dumps(function), f"{self._name}-{count}")
-            if call is not None and count != self._most_calls:
+            if call is not None:
                 found.append({"index": count, **call})
         return found
 

@@ -129,6 +129,15 @@ def test_half_a_letter_in_a_call_is_neither_written_nor_harmful(prompts):
     assert "d83d" not in told, "letters are written as they are"
 
 
+def test_one_call_is_told_of_a_tokenizers_own_template_where_one_is_asked_for(prompts):
+    prompts.tokenizer.response_template = TEMPLATE
+    call = '<|call|>{"name": "look", "arguments": {"at": %d}}<|/call|>'
+    for parallel, wanted in ((True, ['{"at": 1}', '{"at": 2}']), (False, ['{"at": 1}'])):
+        chat = Chat(prompts, ASKED | {"tools": [LOOK], "parallel_tool_calls": parallel})
+        told = chat.parts_of("r", call % 1 + call % 2)
+        assert [one["function"]["arguments"] for one in told.tool_calls] == wanted and not told.content
+
+
 @pytest.mark.parametrize(
     ("entry", "words"),
     [

@@ -38,6 +38,7 @@ def test_others_are_answered_while_a_form_of_sixty_thousand_alternatives_is_trie
     form = {"type": "grammar", "grammar": "start: " + " | ".join(map(json.dumps, words(60_000)))}
     found, took_s = [], []
     body = {"messages": HI, "response_format": form, "max_tokens": 2}
+    send(open_server, CHAT, {"messages": HI, "max_tokens": 2})  # the process that reads requests has begun
     asking = threading.Thread(target=lambda: found.append(send(open_server, CHAT, body)[0]))
     asking.start()
     while asking.is_alive():
@@ -45,7 +46,7 @@ def test_others_are_answered_while_a_form_of_sixty_thousand_alternatives_is_trie
         assert send(open_server, CHAT, {"messages": HI, "max_tokens": 2})[0] == 200
         took_s.append(time.monotonic() - began_s)
     assert found[0] in (200, 400), "a fast machine has tried it in time"
-    assert len(took_s) > 3 and max(took_s) < 4, "compiling took 13 s, on the engine's thread too"
+    assert len(took_s) > 3 and max(took_s) < sum(took_s) / 2, "compiling took 13 s, on the engine's thread too"
 
 
 def test_a_form_that_would_end_the_process_is_refused(open_server):
