@@ -298,7 +298,7 @@ class TemplateParser:
     def __init__(self, name: str, template: Any, prompt: str, tools: list[Any], most_calls: int | None = None) -> None:
         from transformers.utils.chat_parsing import ResponseParser
 
-        self.whole, self._most_calls = Parsed(), most_calls
+        self.whole, self._most_calls = Parsed(), float("inf") if most_calls is None else most_calls
         self._name = name
         self._parser = ResponseParser(template, prefix=prompt, tools=tools)
         self._unfinished = ""
@@ -335,8 +335,7 @@ class TemplateParser:
             elif kind == "region_close":
                 if part == "tool_calls":
                     calls = self._calls(event.get("value"), len(new.tool_calls))
-                    most = self._most_calls
-                    new.tool_calls += [call for call in calls if most is None or call["index"] < most]
+                    new.tool_calls += [call for call in calls if call["index"] < self._most_calls]
                     new.content += "" if calls else self._unfinished
                 self._unfinished = ""
         return self.whole.take(new)

@@ -34,6 +34,7 @@ def as_clients_send(messages):
             message["content"] = [{"type": "text", "text": message["content"]}]
         if message["role"] == "assistant":
             message |= {"content": message["content"] or None, "refusal": None, "annotations": [], "audio": None}
+            message |= {"reasoning_content": message.get("reasoning_content"), "tool_calls": message.get("tool_calls")}
     return sent
 
 

@@ -60,9 +60,16 @@ def test_calls_and_their_results_go_round(claude):
         "is_error": False,
     }
     talk = [*HI, {"role": "assistant", "content": [call.model_dump()]}, {"role": "user", "content": [result]}]
-    assert claude.messages.create(**asked | {"max_tokens": 4}, messages=talk).usage.cache_read_input_tokens > 100
+    auto = claude.messages.create(**asked | {"max_tokens": 4}, messages=talk)
+    assert auto.usage.cache_read_input_tokens > 100
+    tools = [TOOL | {"name": "Other"}, TOOL]
+    chosen = claude.messages.create(
+        **asked | {"tools": tools}, messages=HI, tool_choice={"type": "tool", "name": "Read"}
+    )
+    assert [block.name for block in chosen.content] == ["Read"], "the one that is named"
     none = claude.messages.create(**asked | {"max_tokens": 4}, messages=talk, tool_choice={"type": "none"})
-    assert none.stop_reason in ("max_tokens", "end_turn")
+    read = [one.usage.input_tokens + one.usage.cache_read_input_tokens for one in (none, auto)]
+    assert none.stop_reason in ("max_tokens", "end_turn") and read[0] < read[1], "it reads of no tool"
 
 
 def test_an_answer_goes_on_from_what_the_client_began(wide):

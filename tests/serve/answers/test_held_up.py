@@ -19,8 +19,11 @@ HI = [{"role": "user", "content": "Hi"}]
 
 @pytest.fixture(scope="module")
 def open_server(start):
-    """One that takes long bodies."""
-    return start(ServeSettings(max_answer_tokens=64), max_sequences=4)
+    """One that takes long bodies, and whose processes that read requests have begun, which takes seconds."""
+    found = start(ServeSettings(max_answer_tokens=64), max_sequences=4)
+    for text in ("Hi", "The quick brown fox. " * 5000):
+        send(found, "/tokenize", {"prompt": text})
+    return found
 
 
 def refusal(server, path, body):
@@ -38,7 +41,6 @@ def test_others_are_answered_while_a_form_of_sixty_thousand_alternatives_is_trie
     form = {"type": "grammar", "grammar": "start: " + " | ".join(map(json.dumps, words(60_000)))}
     found, took_s = [], []
     body = {"messages": HI, "response_format": form, "max_tokens": 2}
-    send(open_server, CHAT, {"messages": HI, "max_tokens": 2})  # the process that reads requests has begun
     asking = threading.Thread(target=lambda: found.append(send(open_server, CHAT, body)[0]))
     asking.start()
     while asking.is_alive():
@@ -73,7 +75,7 @@ def test_bodies_of_more_parts_than_are_read_in_a_moment_are_refused(open_server,
 
 def test_tokens_of_a_long_text_are_made_beside_others_answers(open_server):
     found = []
-    text = "The quick brown fox. " * 100_000
+    text = "The quick brown fox. " * 30_000
     asking = threading.Thread(target=lambda: found.append(send(open_server, "/tokenize", {"prompt": text})))
     asking.start()
     took_s = []
@@ -82,7 +84,7 @@ def test_tokens_of_a_long_text_are_made_beside_others_answers(open_server):
         assert send(open_server, CHAT, {"messages": HI, "max_tokens": 2})[0] == 200
         took_s.append(time.monotonic() - began_s)
     assert max(took_s) < sum(took_s) / 2, "one of them waited for all of the text"
-    assert found[0][0] == 200 and json.loads(found[0][1])["count"] > 400_000
+    assert found[0][0] == 200 and json.loads(found[0][1])["count"] > 120_000
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/tokenize"])
