@@ -10,6 +10,8 @@ import urllib.request
 import pytest
 
 from outcore.serve import ServeSettings
+from outcore.serve import app as app_module
+from outcore.serve.jobs import Files
 from tests.serve.running import get, send
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,6 +87,22 @@ def test_tokens_of_a_long_text_are_made_beside_others_answers(open_server):
         took_s.append(time.monotonic() - began_s)
     assert max(took_s) < sum(took_s) / 2, "one of them waited for all of the text"
     assert found[0][0] == 200 and json.loads(found[0][1])["count"] > 120_000
+
+
+def test_bodies_and_files_are_read_and_written_beside_the_loop(open_server, monkeypatch):
+    threads = []
+
+    def noted(work):
+        return lambda *args: (threads.append(threading.current_thread().name), work(*args))[1]
+
+    monkeypatch.setattr(app_module, "object_of", noted(app_module.object_of))
+    monkeypatch.setattr(Files, "add", noted(Files.add))
+    assert send(open_server, CHAT, {"messages": HI, "max_tokens": 1})[0] == 200
+    parts = [(b'name="purpose"', b"batch"), (b'name="file"; filename="a.jsonl"', b"{}")]
+    form = b"".join(b"--x\r\nContent-Disposition: form-data; %s\r\n\r\n%s\r\n" % part for part in parts) + b"--x--\r\n"
+    headers = {"Content-Type": "multipart/form-data; boundary=x"}
+    urllib.request.urlopen(urllib.request.Request(f"{open_server.url}/v1/files", form, headers), timeout=120).close()
+    assert [name.split("_")[0] for name in threads] == ["asyncio", "reading-slow"]
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/tokenize"])
