@@ -356,6 +356,7 @@ def tool_call_of(text: str, name: str) -> dict[str, Any] | None:
     try:
         call = json_of(text)
         function, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
+        json_of(arguments or "{}") if isinstance(arguments, str) else None
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     if not isinstance(function, str):

@@ -76,7 +76,10 @@ def test_a_call_that_is_cut_off_is_told_as_text_of_the_template_too():
 
 
 @pytest.mark.parametrize("step", [1, 1000])
-@pytest.mark.parametrize("call", ["{bad", "[1]", '{"name": "look", "arguments": {"at": "\\ud83d"}}'])
+@pytest.mark.parametrize("call", [
+    "{bad", "[1]", '{"name": "look", "arguments": {"at": "\\ud83d"}}', '{"name": "look", "arguments": "at 3"}',
+    '{"name": "look", "arguments": {"at": 1e999}}',
+])  # fmt: skip
 def test_what_is_no_call_is_text_of_the_template_too(step, call):
     parser, text = TemplateParser("c", TEMPLATE, "<|im_start|>assistant\n", []), f"Yes.<|call|>{call}<|/call|> So."
     told = [parser.add(text[at : at + step]) for at in range(0, len(text), step)] + [parser.finish()]

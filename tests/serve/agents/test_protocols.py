@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import sys
 import time
 
 import pytest
 
+from outcore.infer.chats import Parsed
 from outcore.serve.kept import MOST_ONE_BYTES, KeptResponses, packed
+from outcore.serve.protocols.messages import Blocks
 from tests.refused import refused
 from tests.serve.agents.sessions import PATCH, READ
 from tests.serve.running import get, send
@@ -70,6 +73,14 @@ def test_calls_and_their_results_go_round(claude):
     none = claude.messages.create(**asked | {"max_tokens": 4}, messages=talk, tool_choice={"type": "none"})
     read = [one.usage.input_tokens + one.usage.cache_read_input_tokens for one in (none, auto)]
     assert none.stop_reason in ("max_tokens", "end_turn") and read[0] < read[1], "it reads of no tool"
+
+
+def test_a_number_that_no_double_holds_breaks_no_answer():
+    blocks, said = Blocks(), '{"a": 1e999, "b": [-1e999, 2.5], "c": 7}'
+    blocks.take(Parsed(tool_calls=[{"index": 0, "id": "c", "function": {"name": "f", "arguments": said}}]))
+    blocks.end(Parsed())
+    most = sys.float_info.max
+    assert blocks.content[0]["input"] == {"a": most, "b": [-most, 2.5], "c": 7}
 
 
 def test_an_answer_goes_on_from_what_the_client_began(wide):
