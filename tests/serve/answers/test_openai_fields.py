@@ -8,6 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from outcore.serve import ServeSettings
+from outcore.serve.additions import ApiError
 from tests.infer.models import save_tiny_model
 from tests.serve.running import Running, send
 
@@ -200,6 +201,11 @@ def test_every_answer_has_an_id_the_clients_own_or_a_new_one(server, client, mon
 def test_an_errors_type_is_its_statuss(server, path, method, status, kind):
     found, _, body = headers_of(server, path, method=method)
     assert found == status and json.loads(body)["error"]["type"] == kind
+
+
+def test_what_the_server_cannot_is_no_fault_of_the_request():
+    kinds = [ApiError(status, "x").body()["error"]["type"] for status in (500, 502, 503, 507, 400, 415)]
+    assert kinds == ["server_error"] * 4 + ["invalid_request_error"] * 2
 
 
 def test_lists_of_files_and_batches_come_in_pages(client):
