@@ -105,6 +105,17 @@ def test_bodies_and_files_are_read_and_written_beside_the_loop(open_server, monk
     assert [name.split("_")[0] for name in threads] == ["asyncio", "reading-slow"]
 
 
+def test_what_may_take_seconds_waits_for_its_like_only(open_server, monkeypatch):
+    pytest.importorskip("llguidance")
+    prompts, threads = open_server.service.prompts, []
+    ask = prompts.ask
+    monkeypatch.setattr(prompts, "ask", lambda *a: (threads.append(threading.current_thread().name), ask(*a))[1])
+    form = {"response_format": {"type": "json_object"}}
+    for path, body in (("/tokenize", {}), ("/tokenize", {"user": "x" * (1 << 16)}), (CHAT, form)):
+        assert send(open_server, path, {"messages": HI, "max_tokens": 1, **body})[0] == 200
+    assert [name.split("_")[0] for name in threads] == ["reading-quick", "reading-slow", "reading-slow"]
+
+
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/tokenize"])
 def test_a_text_that_is_far_too_long_is_refused_before_all_of_it_is_read(open_server, path):
     """15 MB of one letter held a reader for the 20 s that a request may take."""
