@@ -37,11 +37,10 @@ def line_of(error: BaseException) -> str:
 def broken_package(error: BaseException) -> str | None:
     """Words for what mends an installed package that failed while it was imported (a library of another CUDA, a half
     installation); None for any other error."""
+    packages = importlib.metadata.packages_distributions().keys() - {"outcore"}
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if frame.f_code.co_name == "<module>" and name in importlib.metadata.packages_distributions():
-            if name == "outcore":
-                continue
+        if frame.f_code.co_name == "<module>" and name in packages:
             python = shlex.quote(sys.executable)
             return (
                 f"{name} is installed and cannot be imported: {error}. Install it anew: `{python} -m pip install "

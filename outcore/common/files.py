@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -160,10 +161,7 @@ def finish_publishing(final: Path) -> None:
     """Bring an older folder back where a crash came between the two renames of `publish_folder`."""
     old = _old_of(final)
     if old.is_dir():
-        if final.exists():
-            remove_tree(old)
-        else:
-            os.rename(old, final)
+        remove_tree(old) if final.exists() else os.rename(old, final)
 
 
 def _old_of(final: Path) -> Path:
@@ -218,9 +216,9 @@ _MAY_HALVE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|\0")
 
 def json_of(given: str | bytes) -> Any:
     """Value of a line or a body of JSON. ValueError in words for what is no JSON, or holds text that no tokenizer
-    takes."""
+    takes, or a number that no 64-bit float is: NaN, 1e400, a whole number as long."""
     try:
-        found = json.loads(given)
+        found = json.loads(given, parse_int=_number, parse_float=_number, parse_constant=_number)
         if isinstance(given, str) or _MAY_HALVE.search(given):
             json.dumps(found, ensure_ascii=False).encode()
     except UnicodeError:
@@ -228,3 +226,9 @@ def json_of(given: str | bytes) -> Any:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     return found
+
+
+def _number(text: str) -> float:
+    if not math.isfinite(found := float(text)):
+        raise ValueError(f"it holds {text[:20]}, which is no number here")
+    return int(text) if text.lstrip("-").isdigit() else found

@@ -16,11 +16,8 @@ from outcore.common.system_errors import describe_errno
 
 EXIT_CODE = 128 + 13
 """A shell expects it of a process that SIGPIPE ended; by its number, because Windows has no such signal."""
-
 STARTING = "starting: torch and transformers are imported ..."
 """Said by `told_when_slow` of a command whose room is being opened."""
-
-
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """Characters that a terminal obeys instead of showing them, but for line breaks and tabs; the last two ranges turn the
 direction of what is around them."""

@@ -15,6 +15,6 @@ def made_of(config: Any) -> Iterator[None]:
     not go together, end in whatever comes first there."""
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError) as error:
         where = getattr(config, "_name_or_path", "") or "config.json"
         raise ValueError(f"{where}: no {config.model_type} model can be made of it: {line_of(error)}.") from error

@@ -21,6 +21,7 @@ from outcore.common.hub import ask_hub_once, near_models
 from outcore.common.output import say
 from outcore.common.words import did_you_mean, nearest
 from outcore.model.facts import gguf_config_fields, gguf_header, language_config
+from outcore.model.making import made_of
 from outcore.model.presets import PRESETS, check_preset_name, preset_config
 from outcore.model.settings import ModelSettings
 
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 GGUF = ".gguf"
 SIZES = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size",
 )  # fmt: skip
 """Fields of a config that count what a model is made of."""
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
@@ -157,10 +159,8 @@ def _config_from_file(path: Path) -> PreTrainedConfig:
             fields = yaml.safe_load(text)
         else:
             fields = json.loads(text)
-    except (UnicodeDecodeError, ValueError) as error:
-        raise ValueError(f"config_file {str(path)!r} cannot be read as {path.suffix or 'JSON'}: {error}") from error
     except Exception as error:  # yaml's own error classes; pyyaml may be absent for JSON users
-        raise ValueError(f"config_file {str(path)!r} cannot be read: {error}") from error
+        raise ValueError(f"config_file {str(path)!r} cannot be read as {path.suffix or 'JSON'}: {error}") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
         raise ValueError(
             f"config_file {str(path)!r} must be a mapping with a model_type, such as "
@@ -320,12 +320,11 @@ def hub_error(name: str, error: BaseException, trust_remote_code: bool = False) 
 
 
 def _apply_overrides(config: PreTrainedConfig, settings: ModelSettings) -> None:
-    known = sorted(set(config.to_dict()) | set(getattr(config, "attribute_map", {})))
+    with made_of(config):
+        known = sorted(set(config.to_dict()) | set(getattr(config, "attribute_map", {})))
     for key, value in settings.config_overrides.items():
         if key not in known:
-            raise ValueError(
-                f"config_overrides: a {config.model_type} config has no field {key!r}.{did_you_mean(key, known)}"
-            )
+            raise ValueError(f"config_overrides: {config.model_type} has no field {key!r}.{did_you_mean(key, known)}")
         setattr(config, key, value)
     if settings.config_overrides:
         layers = getattr(config, "num_hidden_layers", None)

@@ -99,8 +99,7 @@ def metadata_of(body: Mapping[str, Any]) -> dict[str, str] | None:
 
 def wants_usage(body: Mapping[str, Any]) -> Literal["never", "end", "always"]:
     """Whether a stream ends with what it cost, or tells in each piece what it has cost so far."""
-    options = body.get("stream_options")
-    if options is None:
+    if (options := body.get("stream_options")) is None:
         return "never"
     if not isinstance(options, Mapping):
         raise bad("stream_options must be an object.", "stream_options")

@@ -91,7 +91,7 @@ async def whole(call: CompletionCall) -> dict[str, Any]:
     service = call.service
     scores: Sequence[Sequence[TokenScore]] = [[] for _ in call.prompts]
     if call.echo and call.num_top is not None:
-        scores = await service.thread.score(call.prompts, max(1, call.num_top))
+        scores = await service.thread.score(call.prompts, call.num_top)
     of_prompts: Any = None
     if call.prompt_top is not None:
         of_prompts = await scores_of(service, call.prompts, call.prompt_top)
@@ -135,8 +135,7 @@ def _choice(
         told = CompletionLogprobs(tokenizer, prompt)
         echoed = {}
         if call.echo:
-            cut = (score._replace(top=score.top[: call.num_top]) for score in scores)
-            echoed = told.echo(list(zip(prompt, [None, *cut], strict=True)), _num_added(tokenizer, given, prompt[0]))
+            echoed = told.echo(list(zip(prompt, [None, *scores], strict=True)), _num_added(tokenizer, given, prompt[0]))
         of_answer = told.of(() if answer is None else answer.tokens)
         found["logprobs"] = {name: [*echoed.get(name, ()), *values] for name, values in of_answer.items()}
     return found

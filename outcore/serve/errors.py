@@ -15,8 +15,6 @@ KINDS = {  # by status; others are by their hundred
     404: "not_found_error",
     408: "timeout_error",
     409: "conflict_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
 }
@@ -27,7 +25,6 @@ MESSAGES_KINDS = KINDS | {
     503: "overloaded_error",
 }
 """Kinds of errors as Anthropic's clients know them."""
-
 STOPS = "The server stops. Ask again when it has started."
 
 

@@ -53,10 +53,9 @@ class ServeSettings:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1.")
         check_hosts(self.allowed_hosts)
-        if not self.unload_after_s > 0:
-            raise ValueError(f"unload_after is {self.unload_after_s}, but must be above 0.")
-        if not self.request_timeout_s > 0:
-            raise ValueError(f"request_timeout is {self.request_timeout_s}, but must be above 0.")
+        for name in ("unload_after", "request_timeout"):
+            if not (seconds := getattr(self, f"{name}_s")) > 0:
+                raise ValueError(f"{name} is {seconds}, but must be above 0.")
 
 
 def is_loopback(host: str) -> bool:

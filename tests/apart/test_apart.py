@@ -13,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from outcore.apart import Apart, Bench
+from outcore.serve import reading
 from tests.forked import ROOT
 from tests.refused import refused
 from tests.waiting import until
@@ -42,6 +43,9 @@ class Tool:
     def sink(self):
         return self.sink()
 
+    def stack(self):
+        return threading.stack_size()
+
     def fail(self):
         raise KeyError("nothing here")
 
@@ -66,6 +70,18 @@ def apart():
 def test_work_that_goes_wrong_is_refused_in_words_and_the_next_call_answers(apart, name, words):
     refused(ValueError, words, lambda: apart.call(name, limit_s=0.2 if name == "sleep" else None))
     assert apart.call("say", "yes") == "yes"
+
+
+def test_a_call_that_says_no_limit_has_that_of_all():
+    apart = Apart(Tool(), limit_s=0.2)
+    try:
+        refused(ValueError, "takes more than the 0.2 s", lambda: apart.call("sleep"))
+    finally:
+        apart.close()
+
+
+def test_work_has_less_stack_than_those_who_use_what_it_tried(apart):
+    assert 0 < 2 * apart.call("stack") <= reading.STACK_BYTES
 
 
 def test_each_thread_has_a_process_so_that_none_waits(apart):

@@ -23,6 +23,9 @@ DEEP = "[" * 100_000 + "]" * 100_000
     ({"hidden_act": "relo"}, "no llama model can be made of it: KeyError: 'relo'"),
     ({"rope_scaling": {"type": "x"}}, "no llama model can be made of it"), ({"dtype": "bf61"}, "bf61"),
     ({"num_attention_heads": [4]}, "num_attention_heads"), ({"hidden_size": "64"}, "hidden_size"), (DEEP, "recursion"),
+    ({"intermediate_size": -1}, "intermediate_size is -1"), ({"pad_token_id": 999}, "of it: AssertionError: Padding"),
+    ({"rope_theta": "x"}, "made of it: TypeError"), ({"quantization_config": 3}, "'int' object has no attribute"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "rope_theta": 1}}, "made of it: ZeroDivisionError"),
 ], ids=str)  # fmt: skip
 def test_a_config_of_which_no_model_can_be_made_is_told_with_its_file(tmp_path, changed, words):
     text = changed if isinstance(changed, str) else json.dumps(GOOD | changed)

@@ -220,18 +220,19 @@ def test_lines_that_a_failed_pass_ended_are_asked_again(openai, start, tiny_fold
     servers[-1].stop()
 
 
-def test_a_line_that_names_another_model_is_not_answered(client):
+def test_a_line_that_names_another_model_or_holds_what_is_no_number_is_not_answered(client):
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     models = (client.models.list().data[0].id, "gpt-5")
     lines = [
         {"custom_id": model, "method": "POST", "url": "/v1/chat/completions", "body": {**body, "model": model}}
         for model in models
     ]
+    lines.append(lines[0] | {"body": body | {"temperature": 10**400}})  # which ended the whole batch
     data = "\n".join(map(json.dumps, lines)).encode()
     file = client.files.create(file=("in.jsonl", data), purpose="batch")
     made = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
     done = wait_for_batch(client, made.id)
-    assert (done.request_counts.completed, done.request_counts.failed) == (1, 1)
+    assert (done.request_counts.completed, done.request_counts.failed) == (1, 2)
     assert "'gpt-5' is not here" in client.files.content(done.error_file_id).text
 
 

@@ -142,6 +142,29 @@ def test_bodies_that_are_no_request(server, raw, status):
     assert post(server, CHAT, None, raw)[0] == status
 
 
+NUMBERS = [b"NaN", b"-Infinity", b"1e400", b"-1" + b"0" * 400, b"1" + b"0" * 400 + b".5", b"1" * 5000]
+"""What is no number in JSON, or none that 64 bits hold."""
+HOLD_NUMBERS = {
+    CHAT: [b'"temperature": %s', b'"logit_bias": {"5": %s}', b'"stop_token_ids": [%s]', b'"unknown": [{"a": %s}]'],
+    TEXT: [b'"top_p": %s', b'"prompt": [%s]'],
+    "/v1/responses": [b'"tools": [{"type": "custom", "name": "x", "more": %s}]', b'"reasoning": %s'],
+    TALK: [b'"presence_penalty": %s', b'"tools": [{"name": "f", "input_schema": {"minimum": %s}}]'],
+    "/v1/embeddings": [b'"dimensions": %s'], "/tokenize": [b'"chat_template_kwargs": {"a": %s}'],
+    "/v1/batches": [b'"metadata": {"a": %s}'],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number[:9].decode())
+@pytest.mark.parametrize("path", HOLD_NUMBERS)
+def test_numbers_that_are_none_are_refused_wherever_they_stand(server, path, number):
+    """Each was a status 500, and behind a stream JSON that no client reads."""
+    usual = {"messages": HI, "prompt": "Hi", "input": "Hi", "max_tokens": 2}
+    usual = json.dumps({name: usual[name] for name in usual if path != "/tokenize" or name == "messages"}).encode()
+    for field in HOLD_NUMBERS[path]:
+        status, _, reply = post(server, path, None, usual[:-1] + b", " + field % number + b"}")
+        assert status == 400 and "is not valid JSON" in reply["error"]["message"], field
+
+
 def test_a_client_that_breaks_off_in_its_body_is_no_failure(server, caplog):
     gone, failed = (server.service.metrics.refused.labels(status)._value.get for status in ("499", "500"))
     before = gone(), failed()

@@ -298,7 +298,7 @@ class TemplateParser:
     def __init__(self, name: str, template: Any, prompt: str, tools: list[Any], most_calls: int | None = None) -> None:
         from transformers.utils.chat_parsing import ResponseParser
 
-        self.whole, self._most_calls = Parsed(), most_calls
+        self.whole, self._most_calls = Parsed(), float("inf") if most_calls is None else most_calls
         self._name = name
         self._parser = ResponseParser(template, prefix=prompt, tools=tools)
         self._unfinished = ""
@@ -335,7 +335,7 @@ class TemplateParser:
             elif kind == "region_close":
                 if part == "tool_calls":
                     calls = self._calls(event.get("value"), len(new.tool_calls))
-                    new.tool_calls += calls
+                    new.tool_calls += [call for call in calls if call["index"] < self._most_calls]
                     new.content += "" if calls else self._unfinished
                 self._unfinished = ""
         return self.whole.take(new)
@@ -346,7 +346,7 @@ class TemplateParser:
             function = one.get("function", one) if isinstance(one, dict) else None
             count = len(self.whole.tool_calls) + before + len(found)
             call = tool_call_of(json.dumps(function), f"{self._name}-{count}")
-            if call is not None and count != self._most_calls:
+            if call is not None:
                 found.append({"index": count, **call})
         return found
 
@@ -356,6 +356,7 @@ def tool_call_of(text: str, name: str) -> dict[str, Any] | None:
     try:
         call = json_of(text)
         function, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
+        json_of(arguments or "{}") if isinstance(arguments, str) else None
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     if not isinstance(function, str):

@@ -30,12 +30,7 @@ from outcore.infer.opening.arrival import ResidentWeights
 from outcore.infer.opening.check import IN_ONE_PIECE, Way, use_attention
 from outcore.infer.opening.few_tokens import open_few_tokens, try_few_tokens
 from outcore.infer.opening.in_place import open_in_place, try_in_place
-from outcore.infer.opening.limits import (
-    fixed_rows_of,
-    guessed_tokens_of,
-    runs_graphs,
-    schedule_limits,
-)
+from outcore.infer.opening.limits import fixed_rows_of, guessed_tokens_of, runs_graphs, schedule_limits
 from outcore.infer.opening.model import FoundModel, ModelPlace, find_place, open_model
 from outcore.infer.opening.pages import cache_of, kept_of
 from outcore.infer.opening.place import PlacedModel, place_found

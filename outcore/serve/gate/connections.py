@@ -23,6 +23,8 @@ UNREAD_S, ANSWER_S = 60.0, 600.0
 together, ANSWER_S longer than it takes at the rate of bodies."""
 SEND_BYTES = 1 << 18
 """Bytes that the system takes ahead of a client, and more once a third was read: of its own 4 MB after a minute."""
+READ_BYTES = 1 << 12
+"""Bytes of a client that are read at a time: 256 KiB, asyncio's own, of one-byte chunks hold up others for seconds."""
 MOST_FILES = 8192
 TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 TOO_MANY = b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
@@ -52,7 +54,7 @@ class Connection(H11Protocol):
         return self.since_s if self.waits_for else float("inf")
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._counted = Counted(transport)
+        self._counted, transport.max_size = Counted(transport), READ_BYTES  # type: ignore[attr-defined]
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
         super().connection_made(self._counted)  # type: ignore[arg-type]
         others = [one for one in self.connections if isinstance(one, Connection) and one is not self]
@@ -120,8 +122,8 @@ class Connection(H11Protocol):
 
     def give_up(self) -> None:
         """End a connection whose client is too slow."""
-        is_answered = self.cycle is not None and self.cycle.response_started
-        self._end(b"" if is_answered or self.waits_for == "next" else TOO_SLOW)
+        has_begun = self.waits_for == "next" or (self.cycle is not None and self.cycle.response_started)
+        self._end(b"" if has_begun else TOO_SLOW)
 
     def _end(self, words: bytes) -> None:
         self._await("")

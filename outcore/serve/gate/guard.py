@@ -16,6 +16,7 @@ from outcore.serve.settings import is_loopback, name_of
 JSON = "application/json"
 FORM = "multipart/form-data"
 FILES = "POST /v1/files"
+TWO_LENGTHS = "two_lengths"
 ANYWHERE = frozenset({"0.0.0.0", "::"})
 """Listened on, these mean every address, and are the name of none."""
 
@@ -81,6 +82,8 @@ class Guard:
             )  # fmt: skip
         if "\0" in scope["path"] or b"%00" in scope["query_string"]:
             raise ApiError(400, "No name here holds a NUL.")
+        if "transfer-encoding" in headers and "content-length" in headers:
+            raise ApiError(400, "A body ends by Content-Length or by chunks: leave one out.", code=TWO_LENGTHS)
         if scope["path"].startswith("/v1/audio"):  # before its body: sound comes as a form
             raise ApiError(404, f"There is no {scope['path']} here: sound is never read or written.")
         if "transfer-encoding" in headers or headers.get("content-length", "0") != "0":
@@ -96,5 +99,6 @@ class Guard:
 
 
 def refusal(error: ApiError, scope: Scope) -> JSONResponse:
-    """An error as middleware answers it."""
-    return JSONResponse(error.body(scope["path"]), error.status, headers=error.headers())
+    """An error as middleware answers it. Behind a body that could be read in two ways nothing more is read."""
+    headers = error.headers() | ({"Connection": "close"} if error.code == TWO_LENGTHS else {})
+    return JSONResponse(error.body(scope["path"]), error.status, headers=headers)

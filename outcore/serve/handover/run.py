@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def run_handover(
-    handover: Handover,
-    settings: ServeSettings,
-    listening: socket,
-    say: Callable[[str], None],
-    care: Care | None = None,
+    handover: Handover, settings: ServeSettings, listening: socket, say: Callable[[str], None], care: Care | None = None
 ) -> str:
     """Serve at `listening`, which stays open, until the process is told to end; '' then. Where vLLM does not come up,
     or fails for good, why."""

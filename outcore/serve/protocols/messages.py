@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from outcore.common.files import json_of
 from outcore.infer import Answer
 from outcore.infer.chats import Parsed
 from outcore.infer.requests import KNOWN
@@ -26,6 +26,7 @@ BILLING = "x-anthropic-billing-header:"
 """Beginning of a text that a client puts first into its system prompt and changes with every request: left out, since
 no prompt would begin with what the cache has."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+MOST = sys.float_info.max  # in a call's input: a model may write 1e999
 MARK = "outcore"
 """Signature of thoughts: clients want one and send it back."""
 
@@ -305,7 +306,7 @@ class Blocks:
             if is_cut:  # half an input is none
                 self.content.pop()
             else:
-                last["input"] = json_of(self._input or "{}")
+                last["input"] = json.loads(self._input or "{}", parse_float=lambda n: max(-MOST, min(MOST, float(n))))
             self._input = ""
         return found
 

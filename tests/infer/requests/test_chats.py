@@ -76,7 +76,10 @@ def test_a_call_that_is_cut_off_is_told_as_text_of_the_template_too():
 
 
 @pytest.mark.parametrize("step", [1, 1000])
-@pytest.mark.parametrize("call", ["{bad", "[1]", '{"name": "look", "arguments": {"at": "\\ud83d"}}'])
+@pytest.mark.parametrize("call", [
+    "{bad", "[1]", '{"name": "look", "arguments": {"at": "\\ud83d"}}', '{"name": "look", "arguments": "at 3"}',
+    '{"name": "look", "arguments": {"at": 1e999}}',
+])  # fmt: skip
 def test_what_is_no_call_is_text_of_the_template_too(step, call):
     parser, text = TemplateParser("c", TEMPLATE, "<|im_start|>assistant\n", []), f"Yes.<|call|>{call}<|/call|> So."
     told = [parser.add(text[at : at + step]) for at in range(0, len(text), step)] + [parser.finish()]
@@ -127,6 +130,15 @@ def test_half_a_letter_in_a_call_is_neither_written_nor_harmful(prompts):
     ids = prompts.tokenizer(said, add_special_tokens=False)["input_ids"]
     told = prompts.tokenizer.decode(ids[: line.request.grammar.matcher().count_allowed(ids)])
     assert "d83d" not in told, "letters are written as they are"
+
+
+def test_one_call_is_told_of_a_tokenizers_own_template_where_one_is_asked_for(prompts):
+    prompts.tokenizer.response_template = TEMPLATE
+    call = '<|call|>{"name": "look", "arguments": {"at": %d}}<|/call|>'
+    for parallel, wanted in ((True, ['{"at": 1}', '{"at": 2}']), (False, ['{"at": 1}'])):
+        chat = Chat(prompts, ASKED | {"tools": [LOOK], "parallel_tool_calls": parallel})
+        told = chat.parts_of("r", call % 1 + call % 2)
+        assert [one["function"]["arguments"] for one in told.tool_calls] == wanted and not told.content
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from outcore.apart import Apart, Bench
 from outcore.infer.requests import Grammars, Matcher, Request, Sampling
 from tests.infer.models import TinyEngine
 from tests.refused import refused
@@ -124,6 +125,42 @@ def test_a_form_that_comes_again_is_not_compiled_again(grammars):
     )
     first, again = (compiler.of({"type": "regex", "pattern": "(yes|no)!"}) for _ in range(2))
     assert first is again and [name for name, *_ in asked] == ["ready_for_forms", "try_form"]
+
+
+def test_a_form_is_tried_for_so_many_seconds(grammars, monkeypatch):
+    tokenizer, ends = grammars[0], frozenset({grammars[0].eos_token_id})
+    apart = Apart(Bench(tokenizer, sorted(ends)))
+    try:
+        apart.call("ready_for_forms")
+        monkeypatch.setattr("outcore.infer.requests.grammar.COMPILE_S", 0.0)
+        form = {"type": "regex", "pattern": "(yes|no){9}!"}
+        refused(ValueError, "takes more than the 0 s", lambda: Grammars(tokenizer, ends, apart.call).of(form))
+    finally:
+        apart.close()
+
+
+def test_an_answer_whose_next_mask_cannot_be_made_has_not_ended():
+    class Broken:
+        error = ""
+
+        def compute_bitmask(self):
+            self.error = "too many rows\nstate: ..."
+            return b"\1"  # its end may come
+
+        def is_error(self):
+            return bool(self.error)
+
+        def get_error(self):
+            return self.error
+
+        def is_stopped(self):
+            return True
+
+    with ThreadPoolExecutor(1) as threads:
+        matcher = Matcher(Broken(), threads)
+        matcher.begin()
+        assert allowed(matcher.mask(0)) == {0}
+    assert matcher.error == "too many rows" and not matcher.is_complete
 
 
 def test_an_answer_whose_next_token_takes_too_long_ends_and_others_go_on(monkeypatch):

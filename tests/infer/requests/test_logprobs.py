@@ -66,12 +66,24 @@ def test_places_count_letters_of_the_text_not_pieces_of_letters(made):
         assert echo["top_logprobs"][:2] == [None, {"bytes:\\xe4": -1.0}]
 
 
+def test_a_prompt_that_ends_within_a_letter_is_counted_as_it_reads():
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level())
+    prompt = tokenizer.encode("a\u4e16")[:-1]
+    told = CompletionLogprobs(tokenizer, prompt)
+    assert told.echo([(token, None) for token in prompt])["text_offset"] == [0, 1, 1]
+    assert told.of([Chosen(prompt[0], -1.0)])["text_offset"] == [len(tokenizer.decode(prompt))] == [2]
+
+
 def test_the_drawn_token_is_among_the_likeliest_once():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level())
     a, b = tokenizer.encode("ab")
     tops = [((a, -0.1),), ((b, -0.5),), ()]
     told = of_completion(tokenizer, [Chosen(a, -0.1, tops[0]), Chosen(a, -2.0, tops[1]), Chosen(a, -0.3, tops[2])])
     assert told["top_logprobs"] == [{"a": -0.1}, {"b": -0.5, "a": -2.0}, {"a": -0.3}]
+    pieces = PreTrainedTokenizerFast(tokenizer_object=with_byte_pieces())
+    letter, byte = pieces.convert_tokens_to_ids(["a", "<0x61>"])
+    told = of_completion(pieces, [Chosen(byte, -3.0, ((letter, -0.1), (byte, -3.0)))])
+    assert told["top_logprobs"] == [{"a": -0.1}], "of two that read alike the likelier"
 
 
 def test_a_start_token_that_the_tokenizer_adds_is_no_letter_of_the_prompt():

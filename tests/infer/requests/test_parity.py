@@ -10,8 +10,8 @@ from outcore.data import DataSettings
 from outcore.data.chat import ChatEncoder
 from outcore.data.rows import ChatExample, detect_shape
 from outcore.data.sources import RowError
-from outcore.infer.chats import Chat, ChatError
-from outcore.infer.requests import Prompts
+from outcore.infer.chats import Chat, ChatError, request_of
+from outcore.infer.requests import Grammars, Prompts, Sampling
 from tests.data.families import tokenizer_of
 from tests.data.generated import conversations
 from tests.refused import refused
@@ -34,6 +34,7 @@ def as_clients_send(messages):
             message["content"] = [{"type": "text", "text": message["content"]}]
         if message["role"] == "assistant":
             message |= {"content": message["content"] or None, "refusal": None, "annotations": [], "audio": None}
+            message |= {"reasoning_content": message.get("reasoning_content"), "tool_calls": message.get("tool_calls")}
     return sent
 
 
@@ -91,6 +92,8 @@ def test_the_last_message_goes_on_where_that_is_asked(name):
     chat = Chat(Prompts(tokenizer), {"messages": messages, "continue_final_message": True})
     text = tokenizer.decode(chat.ids, skip_special_tokens=False)
     assert text.endswith("One, two") and chat.goes_on
+    asked = request_of({}, "r", chat.ids, Sampling(), Grammars(tokenizer, frozenset()), chat)
+    assert asked.goes_on, "its first word keeps the blank before it"
     wanted = tokenizer.apply_chat_template(messages, tokenize=False)
     assert wanted.startswith(tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True))
 

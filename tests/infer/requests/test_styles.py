@@ -128,6 +128,10 @@ def test_calls_are_written_and_read_as_the_template_writes_them(tiny_folder, fam
         assert found == list(zip(names, GIVEN, strict=False)) and not parser.whole.content.strip()
         assert not parser.whole.is_cut
     assert chat.keeps_special == (family in SPECIAL)
+    chat = Chat(prompts, {"messages": [user], "tools": TOOLS, "parallel_tool_calls": False})
+    form = Grammars(tokenizer, frozenset({tokenizer.eos_token_id})).of(*chat.form)
+    assert form is not None and (form.matcher().count_allowed(tokens) == len(tokens)) is not several
+    assert [call["function"]["name"] for call in chat.parts_of("r", said).tool_calls] == ["look"]
 
 
 CHANNELS = (

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import sys
 import time
 
 import pytest
 
+from outcore.infer.chats import Parsed
 from outcore.serve.kept import MOST_ONE_BYTES, KeptResponses, packed
+from outcore.serve.protocols.messages import Blocks
 from tests.refused import refused
 from tests.serve.agents.sessions import PATCH, READ
 from tests.serve.running import get, send
@@ -60,9 +63,24 @@ def test_calls_and_their_results_go_round(claude):
         "is_error": False,
     }
     talk = [*HI, {"role": "assistant", "content": [call.model_dump()]}, {"role": "user", "content": [result]}]
-    assert claude.messages.create(**asked | {"max_tokens": 4}, messages=talk).usage.cache_read_input_tokens > 100
+    auto = claude.messages.create(**asked | {"max_tokens": 4}, messages=talk)
+    assert auto.usage.cache_read_input_tokens > 100
+    tools = [TOOL | {"name": "Other"}, TOOL]
+    chosen = claude.messages.create(
+        **asked | {"tools": tools}, messages=HI, tool_choice={"type": "tool", "name": "Read"}
+    )
+    assert [block.name for block in chosen.content] == ["Read"], "the one that is named"
     none = claude.messages.create(**asked | {"max_tokens": 4}, messages=talk, tool_choice={"type": "none"})
-    assert none.stop_reason in ("max_tokens", "end_turn")
+    read = [one.usage.input_tokens + one.usage.cache_read_input_tokens for one in (none, auto)]
+    assert none.stop_reason in ("max_tokens", "end_turn") and read[0] < read[1], "it reads of no tool"
+
+
+def test_a_number_that_no_double_holds_breaks_no_answer():
+    blocks, said = Blocks(), '{"a": 1e999, "b": [-1e999, 2.5], "c": 7}'
+    blocks.take(Parsed(tool_calls=[{"index": 0, "id": "c", "function": {"name": "f", "arguments": said}}]))
+    blocks.end(Parsed())
+    most = sys.float_info.max
+    assert blocks.content[0]["input"] == {"a": most, "b": [-most, 2.5], "c": 7}
 
 
 def test_an_answer_goes_on_from_what_the_client_began(wide):

@@ -8,6 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from outcore.serve import ServeSettings
+from outcore.serve.additions import ApiError
 from tests.infer.models import save_tiny_model
 from tests.serve.running import Running, send
 
@@ -202,6 +203,11 @@ def test_an_errors_type_is_its_statuss(server, path, method, status, kind):
     assert found == status and json.loads(body)["error"]["type"] == kind
 
 
+def test_what_the_server_cannot_is_no_fault_of_the_request():
+    kinds = [ApiError(status, "x").body()["error"]["type"] for status in (500, 502, 503, 507, 400, 415)]
+    assert kinds == ["server_error"] * 4 + ["invalid_request_error"] * 2
+
+
 def test_lists_of_files_and_batches_come_in_pages(client):
     line = {"custom_id": "a", "method": "POST", "url": CHAT, "body": {"messages": HI, "max_tokens": 1}}
     files = [client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch") for _ in range(3)]
@@ -209,4 +215,5 @@ def test_lists_of_files_and_batches_come_in_pages(client):
     page = client.batches.list(limit=2)
     assert len(page.data) == 2 and page.has_more and page.last_id == page.data[-1].id
     assert made <= {batch.id for batch in page}, "the client asks for what is behind the last one"
-    assert {f.id for f in files} <= {f.id for f in client.files.list(limit=1)}
+    page = client.files.list(limit=1)
+    assert len(page.data) == 1 and page.has_more and {f.id for f in files} <= {f.id for f in page}

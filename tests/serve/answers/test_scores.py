@@ -4,8 +4,11 @@ import json
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
-from tests.serve.running import send
+from outcore.serve import ServeSettings
+from tests.infer.models import save_tiny_model
+from tests.serve.running import Running, send
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ASKED = [("The quick", " brown fox"), ("你好, \U0001f389 fox", " jumps"), ("你", "好")]
@@ -24,6 +27,24 @@ def test_a_harness_that_counts_letters_reads_the_score_of_the_continuation(serve
     )
     assert score == pytest.approx(sum(float(wanted[i - 1, ids[i]]) for i in places), abs=1e-3)
     assert is_greedy == all(int(wanted[i - 1].argmax()) == ids[i] for i in places)
+
+
+def test_a_start_token_that_the_tokenizer_adds_is_none_of_the_texts_letters(tmp_path):
+    _, tokenizer = save_tiny_model(tmp_path / "tiny")
+    start, number = tokenizer.eos_token, tokenizer.eos_token_id
+    tokenizer.add_special_tokens({"bos_token": start})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{start} $A", special_tokens=[(start, number)]
+    )
+    tokenizer.save_pretrained(tmp_path / "tiny")
+    running = Running(tmp_path / "tiny", ServeSettings(logs=tmp_path / "logs", name="tiny"))
+    try:
+        body = {"prompt": "The quick", "max_tokens": 1, "echo": True, "logprobs": 0}
+        (choice,) = json.loads(send(running, "/v1/completions", body)[1])["choices"]
+    finally:
+        running.stop()
+    assert choice["text"].startswith("The quick") and choice["logprobs"]["tokens"][0] == start
+    assert choice["logprobs"]["text_offset"][:2] == [0, 0]
 
 
 @pytest.mark.parametrize("count", [0, 2])

@@ -29,8 +29,8 @@ from tests.serve.running import Running
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VALUES = [
-    None, True, False, 0, -1, 1, 3, 1e308, -0.5, float("nan"), float("inf"), 10**30, "", " ", "x", "\0", "é🙂", "-1",
-    "--help", "../../x", "/etc/passwd", "a" * 3000, [], [None], ["x"], [["x"]], [{}], {}, {"a": {"b": [1]}}, "nan",
+    None, True, False, 0, -1, 1, 3, 1e308, -0.5, float("nan"), float("inf"), 10**30, 10**400, "", " ", "x", "\0", "é🙂",
+    "-1", "--help", "../../x", "/etc/passwd", "a" * 3000, [], [None], ["x"], [["x"]], [{}], {}, {"a": {"b": [1]}},
     {"type": "x"}, {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}, [{"role": "user", "content": "x"}],
     [{"role": "user", "content": [{"type": "text"}]}], [{"type": "function", "function": {}}], "1e400", [1, 2], "auto",
     [{"type": "custom", "name": "x", "format": {"type": "grammar", "syntax": "lark", "definition": "start: x"}}],
@@ -39,6 +39,7 @@ VALUES = [
     [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": [3]}]}], {"type": "any"},
     [{"role": "assistant", "content": [{"type": "tool_use", "input": []}, {"type": "thinking"}]}],
     {"format": {"type": "json_schema", "name": 3}}, {"type": "enabled", "budget_tokens": "x"},
+    "nan", [{"type": "custom", "name": "x", "more": 10**400}], [{"type": "custom", "name": "x", "more": float("nan")}],
 ]  # fmt: skip
 NAMES = ["x", "a b", "..", ".", "%", "é🙂", "-x", "a" * 300, "a\nb", "file-" + "0" * 32, "chat-000000000000", "\0"]
 BODIES = [b"", b"{", b"[]", b"null", b'"x"', b"[" * 20000, b'{"a":' * 3000, b"\xff\xfe", b'{"a": "\\ud800"}', b"{}"]

@@ -140,6 +140,27 @@ def test_a_body_that_comes_in_chunks_is_ended_where_it_is_too_long(served, short
     assert served[1] == ["gone"]
 
 
+def test_a_body_of_two_lengths_is_refused_with_all_that_follows_it(served):
+    """Whoever passes requests on may end it by the other one, and take what follows for another client's."""
+    port, ends = served
+    with socket.create_connection(("127.0.0.1", port)) as one:
+        one.sendall(HEAD + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + WAIT)
+        said = rest_of(one)
+    assert said.startswith(b"HTTP/1.1 400 ") and said.count(b"HTTP/1.1 ") == 1 and not ends
+
+
+def test_little_of_a_client_is_read_before_it_is_others_turn(served, monkeypatch):
+    """Chunks of a byte held the loop for eight seconds, a quarter of a MiB of them at a time."""
+    sizes, take = [], connections.Connection.data_received
+    told = lambda one, data: (sizes.append(len(data)), take(one, data))[1]  # noqa: E731
+    monkeypatch.setattr(connections.Connection, "data_received", told)
+    pieces = (b"1\r\nx\r\n" * 20_000, b"0\r\n\r\n")
+    with socket.create_connection(("127.0.0.1", served[0])) as one:
+        one.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"".join(pieces))
+        assert b"HTTP/1.1 200 " in one.recv(1 << 16)
+    assert served[1] == [20_000] and max(sizes) <= 4096
+
+
 def test_bodies_take_so_much_memory_together_and_the_one_that_arrives_longest_makes_room(served, monkeypatch):
     """40 bodies of 15 MB that stood still held 0.6 GB."""
     monkeypatch.setattr(bodies, "AT_ONCE", 2)
