@@ -67,7 +67,7 @@ class RamGradient(torch.Tensor):
 
 
 _AS_PLAIN = (torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__, torch.Tensor.__repr__)
-"""What a copy or a pickle of a gradient is has nothing to do with an optimizer."""
+"""Operations on the values alone: a copy or a pickle of a gradient knows no optimizer."""
 
 
 def _is_one(factor: Any) -> bool:

@@ -20,8 +20,8 @@ from outcore.flow.layers import compiler_errors, keep_compiled_code
 
 logger = logging.getLogger(__name__)
 MAX_VARIANTS = 16
-"""Of one class' forward: with a gradient or without, with an adapter switched off, kinds of layers. Beyond that layers
-run eagerly: a number of its own that each layer reads would have each one compiled, for minutes."""
+"""Codes of one class' forward: with a gradient or without, with an adapter switched off, kinds of layers. With more of
+them layers run eagerly: a number of its own that each layer reads would have each one compiled, for minutes."""
 
 
 class CompiledForwards:

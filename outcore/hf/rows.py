@@ -14,6 +14,8 @@ from torch import nn
 
 from outcore.sizing.streaming import token_bytes
 
+Grads = list[torch.Tensor | None]
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -34,6 +36,34 @@ class Rows:
 
     def of(self, tensor: torch.Tensor, cut: slice) -> torch.Tensor:
         return tensor[cut] if self.is_cut(tensor) else tensor
+
+    def grads_of(self, grads: Sequence[torch.Tensor | None], outputs: list[torch.Tensor], starts: list[int]) -> Grads:
+        """The gradients of a cut's outputs; `starts` counts on."""
+        if self.batch is None:
+            return list(grads)
+        found: Grads = []
+        for number, (grad, output) in enumerate(zip(grads, outputs, strict=True)):
+            start = starts[number]
+            starts[number] += len(output)
+            found.append(None if grad is None else grad[start : starts[number]])
+        return found
+
+    def joined(self, given: torch.Tensor, parts: Grads) -> torch.Tensor | None:
+        """The gradient of an argument from those of its cuts."""
+        if not self.is_cut(given):
+            total: torch.Tensor | None = None
+            for part in parts:
+                total = add(total, part)
+            return total
+        if all(part is None for part in parts):
+            return None
+        rows = [self.of(given, cut) for cut in self.cuts]
+        return torch.cat([torch.zeros_like(x) if part is None else part for x, part in zip(rows, parts, strict=True)])
+
+
+def add(total: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:
+    """Sum of two gradients, in place of the first; None counts as nothing."""
+    return more if total is None else total if more is None else total.add_(more)
 
 
 WHOLE = Rows(None, 0)

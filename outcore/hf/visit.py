@@ -27,12 +27,9 @@ from transformers.utils import output_capturing
 
 from outcore.flow.parts import bound
 from outcore.hf.compiled import CompiledForwards, compiled_forward
-from outcore.hf.kept import HiddenHome
-from outcore.hf.rows import WHOLE, rows_of
+from outcore.hf.kept import HiddenHome, Shipment
+from outcore.hf.rows import WHOLE, Grads, add, rows_of
 from outcore.hf.stack import DOWN, UP, LayerStack, Weight
-from outcore.staging import LaneTransfer
-
-Gradients = list[torch.Tensor | None]
 
 
 def refuse_scaled_gradients(device: torch.device, is_autocast: bool, dtype: torch.dtype) -> None:
@@ -58,18 +55,18 @@ class LayerVisit:
         self._ledgers = {at: value for at, value in enumerate(values) if isinstance(value, MutableMapping)}
         """Mappings by place in the call: layers write there for others to read."""
         contents = tuple(tuple(ledger.items()) for ledger in self._ledgers.values())
-        self._leaves: list[Any]
-        self._leaves, self._form = tree_flatten((values, contents), is_leaf=_is_whole)
-        tensors = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
-        self._given = [at for at, leaf in enumerate(self._leaves) if _is_float(leaf) and leaf.requires_grad]
+        self.leaves: list[Any]
+        self.leaves, self._form = tree_flatten((values, contents), is_leaf=_is_whole)
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        self._given = [at for at, leaf in enumerate(self.leaves) if _is_float(leaf) and leaf.requires_grad]
         """Places of what wants a gradient among the leaves."""
         self._kept = list(self._given)
         """Places of what the backward needs anew; the first float tensor, the hidden states, among them."""
-        hidden_at = next((at for at, leaf in enumerate(self._leaves) if _is_float(leaf)), None)
+        hidden_at = next((at for at, leaf in enumerate(self.leaves) if _is_float(leaf)), None)
         if hidden_at is not None and hidden_at not in self._kept:
             self._kept.insert(0, hidden_at)
         self._trained = [p for p in self.layer.parameters() if p.requires_grad]
-        has_cache = any(isinstance(leaf, Cache) for leaf in self._leaves)
+        has_cache = any(isinstance(leaf, Cache) for leaf in self.leaves)
         self._rows = WHOLE if has_cache else rows_of(self.layer, tensors, stack.room_bytes)
         self._recorded = _recorded_keys()
         self._is_plain = not (has_cache or self._ledgers or self._recorded)
@@ -77,7 +74,8 @@ class LayerVisit:
         self._is_differentiated = False
         self._home: HiddenHome | None = None
         self._below: weakref.ref[LayerVisit] | None = None
-        self._shipped: tuple[Gradients, list[LaneTransfer]] = [], []
+        self.shipped = Shipment(self.stack.streaming.ground, f"{stack.path}.{index}", self._trained)
+        """Gradients of the trained parameters on their way to RAM."""
 
     @property
     def layer(self) -> torch.nn.Module:
@@ -87,23 +85,23 @@ class LayerVisit:
         """Compute what the layer returns; differentiable where anything of it is."""
         if not (torch.is_grad_enabled() and (self._given or self._trained)):
             with self.stack.visit(self.index, UP) as weights:
-                return self._returned(self._joined(self._compute_all(self._leaves, weights)))
+                return self._returned(self._joined(self._compute_all(self.leaves, weights)))
         self._is_differentiated = True
-        self._refuse_what_has_no_gradient()
+        _refuse_what_has_no_gradient(self)
         device = self.stack.streaming.device
         self._amp = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
         refuse_scaled_gradients(device, *self._amp)
         self._random = _random_state(device) if self.layer.training else None
         self._below, self.stack.last_visit = self.stack.last_visit, weakref.ref(self)
         token = _Weights.apply(self, *self._trained) if self._trained else _token()
-        outputs = _Layer.apply(self, token, *(self._leaves[at] for at in self._given))
+        outputs = _Layer.apply(self, token, *(self.leaves[at] for at in self._given))
         for at in self._kept:
-            self._leaves[at] = None  # autograd has them, or RAM
+            self.leaves[at] = None  # autograd has them, or RAM
         if self.index == len(self.stack.layers) - 1:
             self.stack.expect(self.index, DOWN)
         result = self._returned(outputs)
         for at, ledger in self._ledgers.items():  # now its outputs lead back to this visit: a circle for ever
-            self._leaves = [None if leaf is ledger else leaf for leaf in self._leaves]
+            self.leaves = [None if leaf is ledger else leaf for leaf in self.leaves]
             self._ledgers[at] = _emptied(ledger)
         return result
 
@@ -111,7 +109,7 @@ class LayerVisit:
 
     def forward(self, given: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
         """(what the layer returns, what is to be saved for its backward)."""
-        leaves = list(self._leaves)
+        leaves = list(self.leaves)
         for at, tensor in zip(self._given, given, strict=True):
             leaves[at] = tensor.detach()
         kept = [leaves[at] for at in self._kept]
@@ -127,26 +125,29 @@ class LayerVisit:
             self._home = HiddenHome(kept.pop(0), self.stack.streaming.ground)
         return tuple(outputs), kept
 
-    def backward(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> Gradients:
-        """Gradients of the tensors that want one; those of the trained parameters are on their way to RAM."""
+    def backward(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> Grads:
+        """Grads of the tensors that want one; those of the trained parameters are on their way to RAM."""
         values = list(saved) if self._home is None else [self._home.take(), *saved]
         kept = dict(zip(self._kept, values, strict=True))
         below = None if self._below is None else self._below()
         if below is not None and below._home is not None:
             below._home.fetch()
         starts = [0] * len(grads)
-        of_given: list[Gradients] = [[] for _ in self._given]
-        of_trained: Gradients = [None] * len(self._trained)
-        with self.stack.visit(self.index, DOWN) as weights, self._same_random_numbers():
-            weights, wanted = self._trainable(weights)
+        of_given: list[Grads] = [[] for _ in self._given]
+        of_trained: Grads = [None] * len(self._trained)
+        with (
+            self.stack.visit(self.index, DOWN) as weights,
+            _same_random_numbers(self.stack.streaming.device, self._random),
+        ):
+            weights, wanted = _trainable(weights, self._trained)
             with _standing_in(weights):
                 for cut in self._rows.cuts:
                     found = self._differentiated(kept, cut, grads, starts, wanted)
                     for parts, gradient in zip(of_given, found, strict=False):
                         parts.append(gradient)
-                    of_trained = list(map(_sum, of_trained, found[len(self._given) :]))
-        self._ship(of_trained)
-        return [self._whole(kept[at], parts) for at, parts in zip(self._given, of_given, strict=True)]
+                    of_trained = list(map(add, of_trained, found[len(self._given) :]))
+        self.shipped.send(of_trained)
+        return [self._rows.joined(kept[at], parts) for at, parts in zip(self._given, of_given, strict=True)]
 
     def _differentiated(
         self,
@@ -155,15 +156,15 @@ class LayerVisit:
         grads: Sequence[torch.Tensor | None],
         starts: list[int],
         wanted: list[torch.Tensor],
-    ) -> Gradients:
+    ) -> Grads:
         """Compute some rows again, and their gradients of what wants one, then of `wanted`; nothing where none of it
         has any. `starts` counts on."""
         x, before = self._fresh(kept, cut), list(starts)
-        again = [x.get(at, leaf) for at, leaf in enumerate(self._leaves)]
+        again = [x.get(at, leaf) for at, leaf in enumerate(self.leaves)]
         try:
             with torch.enable_grad(), self._same_autocast():
                 outputs, *_ = self._compute(again, cut)
-            of_these = self._grads_of(grads, outputs, starts)
+            of_these = self._rows.grads_of(grads, outputs, starts)
             pairs = [(y, dy) for y, dy in zip(outputs, of_these, strict=True) if dy is not None and y.requires_grad]
             if not pairs:
                 return []
@@ -176,18 +177,11 @@ class LayerVisit:
         starts[:] = before
         return self._differentiated(kept, cut, grads, starts, wanted)
 
-    def shipped(self) -> Gradients:
-        """Gradients of the trained parameters, in RAM."""
-        (gradients, transfers), self._shipped = self._shipped, ([], [])
-        for transfer in transfers:
-            transfer.wait()
-        return gradients or [None] * len(self._trained)
-
     # ------------------------------------------------------------------ computing
 
     @property
     def _compiled(self) -> CompiledForwards | None:
-        """By whom the layer is compiled, if it is."""
+        """Compiler of the layer; None where it runs eagerly."""
         compiled = self.stack.compiled if self._is_plain else None
         return compiled if compiled is not None and compiled.suits(self.layer) else None
 
@@ -221,19 +215,12 @@ class LayerVisit:
     ) -> list[tuple[list[torch.Tensor], list[Any], TreeSpec]]:
         found = []
         kept = {at: leaves[at] for at in self._kept}
-        with _standing_in(self._trainable(weights)[0]), torch.enable_grad(), self._same_autocast():
+        with _standing_in(_trainable(weights, self._trained)[0]), torch.enable_grad(), self._same_autocast():
             for cut in self._rows.cuts:
                 x = self._fresh(kept, cut)
                 tensors, *form = self._compute([x.get(at, leaf) for at, leaf in enumerate(leaves)], cut)
                 found.append(([tensor.detach() for tensor in tensors], *form))
         return found
-
-    def _trainable(self, weights: Sequence[Weight]) -> tuple[list[Weight], list[torch.Tensor]]:
-        """(weights, the trained ones as leaves that want a gradient; these leaves in the order of `_trained`)."""
-        trained = {id(p) for p in self._trained}
-        leaves = {id(w.parameter): w.value.detach().requires_grad_() for w in weights if id(w.parameter) in trained}
-        replaced = [w._replace(value=leaves.get(id(w.parameter), w.value)) for w in weights]
-        return replaced, [leaves[id(p)] for p in self._trained]
 
     def _fresh(self, kept: dict[int, torch.Tensor], cut: slice) -> dict[int, torch.Tensor]:
         """Some rows of what is kept, as leaves; those that want a gradient say so. For compiled code all do: the first
@@ -292,84 +279,33 @@ class LayerVisit:
             ledger.update(items)
         return result
 
-    def _grads_of(
-        self, grads: Sequence[torch.Tensor | None], outputs: list[torch.Tensor], starts: list[int]
-    ) -> Gradients:
-        """The gradients of a cut's outputs; `starts` counts on."""
-        if self._rows.batch is None:
-            return list(grads)
-        found: Gradients = []
-        for number, (grad, output) in enumerate(zip(grads, outputs, strict=True)):
-            start = starts[number]
-            starts[number] += len(output)
-            found.append(None if grad is None else grad[start : starts[number]])
-        return found
-
-    def _whole(self, given: torch.Tensor, parts: Gradients) -> torch.Tensor | None:
-        """The gradient of an argument from those of its cuts."""
-        if not self._rows.is_cut(given):
-            total: torch.Tensor | None = None
-            for part in parts:
-                total = _sum(total, part)
-            return total
-        if all(part is None for part in parts):
-            return None
-        rows = [self._rows.of(given, cut) for cut in self._rows.cuts]
-        return torch.cat([torch.zeros_like(x) if part is None else part for x, part in zip(rows, parts, strict=True)])
-
-    def _ship(self, gradients: Gradients) -> None:
-        ground, transfers = self.stack.streaming.ground, list[LaneTransfer]()
-        in_ram: Gradients = [None] * len(gradients)
-        by_type: dict[torch.dtype, list[int]] = {}
-        for at, gradient in enumerate(gradients):
-            if gradient is not None:
-                by_type.setdefault(gradient.dtype, []).append(at)
-        for dtype, places in by_type.items():
-            flat = torch.cat([gradients[at].reshape(-1) for at in places])  # type: ignore[union-attr]
-            home = ground.gradients.take(flat.nbytes).view(dtype)
-            transfers.append(ground.send_down(flat, home, f"gradients of {self.stack.path}.{self.index}"))
-            sizes = [self._trained[at].numel() for at in places]
-            for at, part in zip(places, home.split(sizes), strict=True):
-                in_ram[at] = part.view(self._trained[at].shape)
-        self._shipped = in_ram, transfers
-
     def _same_autocast(self) -> torch.autocast:
         """Autocast of the forward. Around the second computation alone: gradients of what was computed in fp32 would be
         cast as well, as they are not in the plain model."""
         is_on, dtype = self._amp
         return torch.autocast(self.stack.streaming.device.type, dtype, is_on, cache_enabled=False)
 
-    @contextmanager
-    def _same_random_numbers(self) -> Iterator[None]:
-        """Random numbers of the forward."""
-        device = self.stack.streaming.device
-        if self._random is None:
-            yield
-            return
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            _set_random_state(device, self._random)
-            yield
 
-    def _refuse_what_has_no_gradient(self) -> None:
-        """RuntimeError for what a second computation would get wrong. A cache of keys that is empty is left out in it,
-        and in training altogether, as transformers' own checkpointing does."""
-        name = f"{self.stack.path}.{self.index}"
-        if getattr(self.layer, "_can_checkpoint_with_cache", False):
-            raise RuntimeError(f"{name} reads other layers' keys from a cache: this model is streamed without gradient")
-        for at, leaf in enumerate(self._leaves):
-            if isinstance(leaf, Cache):
-                if leaf.get_seq_length(self.index):
-                    raise RuntimeError(
-                        f"{name} got past keys in a pass with gradient, which streaming does not carry back to them: "
-                        "run it under torch.no_grad(), or leave past_key_values out"
-                    )
-                if self.layer.training:
-                    self._leaves[at] = None
-            elif isinstance(leaf, list) and any(isinstance(one, torch.Tensor) and one.requires_grad for one in leaf):
+def _refuse_what_has_no_gradient(visit: LayerVisit) -> None:
+    """RuntimeError for what a second computation would get wrong. A cache of keys that is empty is left out in it, and
+    in training altogether, as transformers' own checkpointing does."""
+    name = f"{visit.stack.path}.{visit.index}"
+    if getattr(visit.layer, "_can_checkpoint_with_cache", False):
+        raise RuntimeError(f"{name} reads other layers' keys from a cache: this model is streamed without gradient")
+    for at, leaf in enumerate(visit.leaves):
+        if isinstance(leaf, Cache):
+            if leaf.get_seq_length(visit.index):
                 raise RuntimeError(
-                    f"{name} gets tensors with gradient in a list, where streaming does not follow them: this model "
-                    "cannot be streamed in training"
+                    f"{name} got past keys in a pass with gradient, which streaming does not carry back to them: run "
+                    "it under torch.no_grad(), or leave past_key_values out"
                 )
+            if visit.layer.training:
+                visit.leaves[at] = None
+        elif isinstance(leaf, list) and any(isinstance(one, torch.Tensor) and one.requires_grad for one in leaf):
+            raise RuntimeError(
+                f"{name} gets tensors with gradient in a list, where streaming does not follow them: this model cannot "
+                "be streamed in training"
+            )
 
 
 class _Layer(torch.autograd.Function):
@@ -401,7 +337,7 @@ class _Weights(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, *ctx.visit.shipped()
+        return None, *ctx.visit.shipped.take()
 
 
 def _emptied(ledger: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
@@ -419,6 +355,16 @@ def _standing_in(weights: Sequence[Weight]) -> Any:
     return bound([w.owners for w in weights], [w.value for w in weights])
 
 
+def _trainable(
+    weights: Sequence[Weight], trained: Sequence[torch.nn.Parameter]
+) -> tuple[list[Weight], list[torch.Tensor]]:
+    """(weights, the trained ones as leaves that want a gradient; these leaves in the order of `trained`)."""
+    ids = {id(p) for p in trained}
+    leaves = {id(w.parameter): w.value.detach().requires_grad_() for w in weights if id(w.parameter) in ids}
+    replaced = [w._replace(value=leaves.get(id(w.parameter), w.value)) for w in weights]
+    return replaced, [leaves[id(p)] for p in trained]
+
+
 def _is_whole(value: Any) -> bool:
     """Tuples are looked into; whoever writes to another container means that very one."""
     return not isinstance(value, tuple)
@@ -426,10 +372,6 @@ def _is_whole(value: Any) -> bool:
 
 def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-
-
-def _sum(total: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:
-    return more if total is None else total if more is None else total.add_(more)
 
 
 def _random_state(device: torch.device) -> list[torch.Tensor]:
@@ -441,6 +383,17 @@ def _set_random_state(device: torch.device, state: list[torch.Tensor]) -> None:
     torch.set_rng_state(state[0])
     if len(state) > 1:
         torch.cuda.set_rng_state(state[1], device)
+
+
+@contextmanager
+def _same_random_numbers(device: torch.device, state: list[torch.Tensor] | None) -> Iterator[None]:
+    """Random numbers of the forward, whose state was taken in training mode."""
+    if state is None:
+        yield
+        return
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        _set_random_state(device, state)
+        yield
 
 
 def _recorded_keys() -> list[str]:

@@ -3,7 +3,6 @@
 from outcore.flow.layers.compiled import (
     CompileChoice,
     CompiledLayers,
-    LayerForward,
     Role,
     compiler_errors,
     draws_random_numbers,

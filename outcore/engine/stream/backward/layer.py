@@ -22,7 +22,7 @@ import torch
 from torch.func import vjp
 
 from outcore.engine.stream.gradients.download import GradAccumulator
-from outcore.flow.layers import Attending, Batch, LayerForward, LongRows, PartRunner, Role, in_place
+from outcore.flow.layers import Attending, Batch, LongRows, PartRunner, Role, in_place
 from outcore.flow.parts import LayerCall
 
 BEFORE_BACK, AFTER_BACK = "before attention, backward", "after attention, backward"
@@ -36,7 +36,7 @@ def register_backward(rows: LongRows) -> None:
         rows.compiled.register(back_role, partial(_backward_of, rows.roles[role]))
 
 
-def _backward_of(role: Role, forward: LayerForward, trainable: Sequence[bool]) -> Callable[..., Any]:
+def _backward_of(role: Role, forward: Callable[..., torch.Tensor], trainable: Sequence[bool]) -> Callable[..., Any]:
     run_tile = role(forward, trainable)
 
     def backward(
@@ -233,7 +233,7 @@ class _Enter(torch.autograd.Function):
 ROLE = "recompute_backward"
 
 
-def recompute_backward(forward: LayerForward, trainable: Sequence[bool]) -> Callable[..., torch.Tensor]:
+def recompute_backward(forward: Callable[..., torch.Tensor], trainable: Sequence[bool]) -> Callable[..., torch.Tensor]:
     """Gradient of the layer's input. Gradients of the trainable parameters are added to `sums`."""
 
     def backward(
