@@ -1,4 +1,4 @@
-"""What visits send to RAM: hidden states until the backward, where the device has no room for them, and gradients."""
+"""Transfers of a visit to RAM: hidden states until the backward, where the device has no room, and gradients."""
 
 from __future__ import annotations
 
