@@ -55,7 +55,7 @@ READ = frozenset((
     "lr_scheduler_type", "min_lr_ratio", "lr_decay_ratio", "warmup_ratio", "warmup_steps", "max_steps",
     "num_train_epochs", "seed", "run_name", "logging_steps", "save_steps", "save_strategy", "save_total_limit",
     "resume_from_checkpoint", "checkpoint_dir", "log_dir", "export_dir", "export", "deepspeed_config",
-    "nvme_offload_path", "ram_budget_gib", "local_rank", "report_to", "continue_with_changes", "base_hash",
+    "nvme_offload_path", "ram_budget_gib", "compile", "local_rank", "report_to", "continue_with_changes", "base_hash",
 ))  # fmt: skip
 """Settings that a run with pictures reads."""
 SAME = (
