@@ -18,7 +18,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, **more: Any) -> None:
         usual: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": STOP_WITHIN_S}
-        usual |= {"http": Connection, "ws": "none"}
+        usual |= {"http": Connection, "ws": "none", "loop": "asyncio"}  # uvloop's connections read what they like
         usual["proxy_headers"] = False  # a client would choose the address that its guesses of keys are counted by
         super().__init__(uvicorn.Config(app, **{**usual, **more}))
         self._app = app
