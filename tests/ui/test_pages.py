@@ -388,6 +388,83 @@ def test_new_makes_no_second_empty_conversation(page, here):
     assert len(here.http.get("/v1/conversations").json()["data"]) == 1
 
 
+def test_what_is_sent_right_after_new_is_not_of_the_old_conversation(page, here, monkeypatch):
+    from outcore.ui.panels.chat import ChatPanel
+
+    load(here)
+    forget(here)
+    old = here.http.post("/v1/conversations", json={"title": "Old"}).json()["id"]
+    opened(page, here)
+    page.locator("#conversation label", has_text="Old").wait_for()
+    unused, goes_on, first = ChatPanel._unused, threading.Event(), iter([True])
+
+    def held(self, told):
+        if next(first, False):
+            goes_on.wait(60)
+        return unused(self, told)
+
+    monkeypatch.setattr(ChatPanel, "_unused", held)
+    try:
+        page.locator("#new_conversation").click()
+        ask(page, "say hello")
+        page.locator("#timings", has_text="tokens").wait_for()
+    finally:
+        goes_on.set()
+    assert here.http.get(f"/v1/conversations/{old}").json()["messages"] == []
+    page.locator("#conversation label:has(:checked)", has_text="say hello").wait_for()
+
+
+def test_a_conversation_comes_back_with_its_sampling(page, here):
+    forget(here)
+    here.http.post("/v1/conversations", json={"title": "Warm", "sampling": {"top_k": 7}})
+    here.http.post("/v1/conversations", json={"title": "Cold", "sampling": {"temperature": 0}})
+    opened(page, here)
+    page.locator("button.label-wrap", has_text="System prompt").first.click()
+    fields = [page.get_by_label(name).first for name in ("Temperature", "Top K")]
+    page.locator("#conversation label:has(:checked)", has_text="Cold").wait_for()
+    until(lambda: [field.input_value() for field in fields] == ["0", ""])
+    page.locator("#conversation label", has_text="Warm").click()
+    until(lambda: [field.input_value() for field in fields] == ["", "7"])
+
+
+def test_a_search_without_a_find_says_so(page, here):
+    after = "getComputedStyle(document.querySelector('#conversation'), '::after').content"
+    forget(here)
+    opened(page, here)
+    assert page.evaluate(after) == "none"
+    here.http.post("/v1/conversations", json={"title": "Cats"})
+    opened(page, here)
+    page.locator("#conversation label", has_text="Cats").wait_for()
+    assert page.evaluate(after) == "none"
+    page.locator("#search_conversations textarea, #search_conversations input").fill("zebra")
+    until(lambda: "No conversation" in page.evaluate(after))
+
+
+def test_a_refusal_moves_nothing_and_the_focus_of_a_tab_is_whole(page, here):
+    unload(here)
+    tab(page, "Start")
+    button = page.locator("#start_teach")
+    before = button.bounding_box()
+    button.click()
+    page.locator("#notice [role=alert]").wait_for()
+    assert button.bounding_box() == before
+    page.get_by_role("tab", name="Start", exact=True).first.focus()
+    page.keyboard.press("Tab")
+    # the row of tabs cuts off what lies outside
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineOffset") == "-3px"
+
+
+def test_sizes_stay_whole_on_a_phone_and_a_long_name_keeps_clear_of_the_arrow(page, here):
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.evaluate("document.querySelector('#chat .oc').innerHTML = '<table><tr><td><td class=n>9 MB</table>'")
+    assert page.evaluate("getComputedStyle(document.querySelector('#chat td.n')).whiteSpace") == "nowrap"
+    tab(page, "Start")
+    box = page.get_by_label("Model").first
+    box.fill("models/a-model-with-a-name-that-is-longer-than-its-box.gguf")
+    name, arrow = box.bounding_box(), page.locator(".icon-wrap").first.bounding_box()
+    assert name["x"] + name["width"] <= arrow["x"] + 1
+
+
 @pytest.mark.parametrize("path", ["/gradio_api/queue/join", "/gradio_api/upload", "/gradio_api/run/x"])
 def test_the_panels_own_routes_take_no_longer_bodies_either(here, path):
     kind = "multipart/form-data; boundary=x" if path.endswith("upload") else "application/json"

@@ -364,6 +364,15 @@ def test_documents_of_an_evaluation_are_drawn_as_questions():
     record = dict.fromkeys(("id", "status", "error", "settings", "launch", "versions"), "x") | {"scores": []}
     whole = detail_of(record, {"total": 1, "data": [one | {"answers": ["five"]}]})
     assert whole.index("document 4") < whole.index("<summary>Exact settings"), "which are for who asks"
+    assert "Some of" in whole and "Some of" not in detail_of(record, {"total": 0, "data": []})
+
+
+def test_an_evaluation_that_failed_says_why_without_being_chosen():
+    from outcore.ui.panels.evaluate import progress_of
+
+    failed = {"id": "eval-1", "status": "failed", "error": "there is no task <x>"}
+    assert "eval-1 failed: there is no task &lt;x&gt;" in progress_of([failed, failed | {"status": "completed"}])
+    assert progress_of([failed | {"status": "completed"}, failed]) == "" == progress_of([])
 
 
 def test_thresholds_turn_into_alerts_and_are_kept(tmp_path, monkeypatch):

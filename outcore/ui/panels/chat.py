@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,14 +18,16 @@ from outcore.ui.panels.model import ModelBar
 from outcore.ui.panels.script import EDIT
 
 SAMPLING = (
-    ("temperature", "0: the likeliest token each time"),
+    ("temperature", "0: the likeliest token each time; empty: as the model says, else 1"),
     ("top_p", "draw among the fewest tokens of this probability"),
     ("top_k", "draw among so many likeliest tokens"),
     ("max_tokens", "the answer ends after so many; empty: 4,096, or what the context leaves"),
     ("repetition_penalty", "above 1: fewer repetitions"),
     ("seed", "same seed, same text"),
 )
-EMPTY = draw.said("Load a model, then ask something.", "dim")
+EMPTY = draw.said("Ask something. The loaded model answers.", "dim")
+UNSET = (gr.skip(),) * (1 + len(SAMPLING))
+"""The message and the sampling stay as they are."""
 DRAW_EVERY_S, DRAWN_CHARS = 0.2, 2000
 """A page that draws every word of a fast model has no time left for the button that stops it; an answer of more letters
 than these is drawn so much more seldom."""
@@ -72,7 +75,8 @@ class ChatPanel:
                     with gr.Row(elem_classes="oc-actions"):
                         self.again = gr.Button("Answer again", elem_id="again")
                     self.links = gr.HTML()
-        self.opened = [self.chosen, self.chat, self.costs, self.links, self.system, self.send, self.halt, self.text]
+        self.opened = [self.chosen, self.chat, self.costs, self.links, self.system, self.send, self.halt, self.text,
+                       *self.sampling.values()]  # fmt: skip
         self._wire()
 
     def _wire(self) -> None:
@@ -89,7 +93,10 @@ class ChatPanel:
         ]
         self.halt.click(self._stop, self.chosen, None, **QUIET)
         found = self.search.change(self._found, self.search, self.chosen, trigger_mode="always_last", **QUIET)
+        left = [self.chosen, self.chat, self.costs, self.links]  # at once: the next message is not of the old one
+        self.new.click(None, None, left, js=f"() => [null, {json.dumps(EMPTY)}, '', '']", **QUIET)
         new = self.notice.on([self.new.click], self._new, settings, self.opened, cancels=answers)
+        gr.on([self.send.click, self.text.submit], None, None, None, cancels=[new], **QUIET)
         shown = self.chosen.input(self.show, self.chosen, self.opened, cancels=[*answers, found], **QUIET)
         shown.then(self.follow, self.chosen, self.drawn, **QUIET)
         gr.on([self.delete.click], lambda: gr.update(visible=True), None, self.asked, **QUIET)
@@ -102,21 +109,22 @@ class ChatPanel:
         try:
             names = self._names()
         except ClientError as error:
-            return gr.skip(), EMPTY, draw.said(str(error), "bad"), *[gr.skip()] * 5
+            return gr.skip(), EMPTY, draw.said(str(error), "bad"), *[gr.skip()] * 4, *UNSET
         name = names[0][1] if names else None
         return gr.update(choices=names, value=name), *self.show(name)[1:]
 
     def show(self, name: str | None) -> tuple[Any, ...]:
         """A conversation as it is kept."""
         if not name:
-            return gr.skip(), EMPTY, "", "", gr.skip(), *buttons(False), gr.skip()
+            return gr.skip(), EMPTY, "", "", gr.skip(), *buttons(False), *UNSET
         try:
             one = self.client.get("conversations", name)
         except ClientError as error:
-            return gr.skip(), EMPTY, draw.said(str(error), "bad"), "", gr.skip(), *buttons(False), gr.skip()
+            return gr.skip(), EMPTY, draw.said(str(error), "bad"), "", gr.skip(), *buttons(False), *UNSET
         last = one["messages"][-1] if one["messages"] else {}
         whole = messages_of(one["messages"]), costs_of(last), self._links(name), one["system"]
-        return gr.skip(), *whole, *buttons(one["is_under_way"]), one.get("draft") or gr.skip()
+        numbers = (str(one["sampling"].get(field, "")) for field in self.sampling)
+        return gr.skip(), *whole, *buttons(one["is_under_way"]), one.get("draft") or gr.skip(), *numbers
 
     def follow(self, name: str | None) -> Iterator[tuple[Any, ...]]:
         """Draw the answer that is being written in a conversation, if any: a page that was loaded anew goes on."""

@@ -121,7 +121,8 @@ def progress_of(records: list[dict[str, Any]]) -> str:
     """The evaluation under way, if any."""
     running = [one for one in records if one["status"] in ("queued", "running")]
     if not running:
-        return ""
+        is_failed = records and records[0]["status"] == "failed"
+        return draw.said(f"{records[0]['id']} failed: {records[0]['error']}", "bad") if is_failed else ""
     parts = []
     for one in running[:3]:
         now = one["progress"]
@@ -159,7 +160,7 @@ def detail_of(record: dict[str, Any], samples: dict[str, Any]) -> str:
         draw.table(("task", "metric", "value", "±", "documents"), scores, (2, 3, 4)),
         f'<p>Keep it: <a href="{base}?format=json" download>JSON with samples</a>, '
         f'<a href="{base}?format=csv" download>CSV</a></p>',
-        draw.heading(f"Some of {counted(samples['total'], 'document')}"),
+        draw.heading(f"Some of {counted(samples['total'], 'document')}") if samples["data"] else "",
         *map(document_of, samples["data"]),
         f"<details><summary>Exact settings, launch descriptor</summary>{_as_json(facts)}</details>",
     )

@@ -86,8 +86,11 @@ html { scroll-padding-bottom: 140px; }
 :is(#outranks-gradio, .gradio-container) :focus-visible { outline: 3px solid var(--oc-1) !important;
   outline-offset: 1px; }
 .gradio-container label:has(input[type=radio]:focus-visible) { outline: 3px solid var(--oc-1); }
+:is(#outranks-gradio, .gradio-container) [role=tab]:focus-visible { outline-offset: -3px; }
+.gradio-container input[role=combobox] { text-overflow: ellipsis; max-width: calc(100% - 34px); }
 .gradio-container [role=tab][aria-selected=true] { color: var(--oc-1); font-weight: 600; }
 .gradio-container code { font-size: 11px; background: none; padding: 0; border: 0; color: inherit; }
+#notice { position: absolute; }
 #notice .oc { position: fixed; z-index: 90; left: 50%; transform: translateX(-50%); top: 68px; display: flex; gap: 12px;
   width: min(640px, calc(100vw - 24px)); box-sizing: border-box; padding: 10px 14px; border-radius: 6px;
   background: var(--background-fill-primary); border: 2px solid var(--oc-bad); box-shadow: 0 4px 18px #0004; }
@@ -96,6 +99,8 @@ html { scroll-padding-bottom: 140px; }
 .oc-gone #gone { display: block; position: fixed; inset: 0 0 auto 0; z-index: 100; padding: 12px 16px;
   background: var(--background-fill-primary); border-bottom: 3px solid var(--oc-bad); box-shadow: 0 4px 18px #0004; }
 .oc-gone .toast-wrap, .oc-gone [data-testid=status-tracker] { display: none !important; }
+#conversations:has(#search_conversations :placeholder-shown) #conversation::after { content: none; }
+#conversation:not(:has(label))::after { content: "No conversation has these words."; padding: 6px 8px; }
 #conversation { overflow: visible !important; }
 #conversation .wrap { flex-direction: column; flex-wrap: nowrap; gap: 0; max-height: calc(100dvh - 330px);
   overflow-y: auto; }
@@ -115,7 +120,7 @@ html { scroll-padding-bottom: 140px; }
   .gradio-container .main.fillable { padding: 6px !important; }
   .gradio-container .tab-container button { padding: 0 6px !important; font-size: 12.5px !important; }
   .oc th, .oc td { padding-right: 8px; }
-  .oc td:last-child { overflow-wrap: anywhere; white-space: normal; }
+  .oc td:last-child:not(.n) { overflow-wrap: anywhere; white-space: normal; }
   .oc .chart svg { height: 96px; }
   #conversation { overflow: visible !important; }
 #conversation .wrap { max-height: 92px; }
