@@ -63,7 +63,7 @@ def _choice(row: Field, value: Any) -> str:
     text = str(value).lower()
     if isinstance(value, bool):  # YAML's own reading of on, off, yes and no
         spellings = ("on", "yes") if value else ("off", "no", "none")
-        text = next((word for word in spellings if word in row.choices), spellings[0])
+        text, value = next((word for word in spellings if word in row.choices), spellings[0]), spellings[1]
     for spelling in (str(value), text):
         text = row.spec.words.get(spelling, text)
     if text not in row.choices:

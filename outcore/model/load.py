@@ -236,9 +236,7 @@ def _from_weights(
     auto = AutoModelForSeq2SeqLM if source.is_encoder_decoder else AutoModelForCausalLM
     assert source.path is not None
     if Path(source.path).is_file():
-        raise ValueError(
-            f"{source.path}: GGUF files are read by the streaming engine only. Leave out --engine deepspeed."
-        )
+        raise ValueError(f"{source.path}: GGUF is for --engine stream with --method sft. Give a folder or a hub id.")
     try:
         loaded: Any = auto.from_pretrained(
             source.path,

@@ -137,6 +137,7 @@ def test_yaml_and_flags(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "words"), [
+    ("engine: no", "engine: 'no' is not one of auto, stream"),
     ("learning_rat: 1", "unknown setting 'learning_rat'. Did you mean learning_rate"),
     ("- a\n- b", "expected `name: value` lines"), ("a: [", "not readable as YAML"),
     ("gradient_checkpointing: true\nactivation_checkpointing: true", "given twice"),

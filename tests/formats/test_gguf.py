@@ -210,3 +210,10 @@ def test_a_mixture_is_read_with_its_experts_packed(tmp_path: Path) -> None:
         value = values[name]
         found = value.unpack() if isinstance(value, PackedTensor) else value
         assert torch.equal(found.float(), expected), name
+
+
+def test_a_method_says_that_it_takes_no_file(tmp_path: Path) -> None:
+    """A method makes its model whole and has no --engine to leave out."""
+    file = write_gguf(folder_of(tmp_path, vocab_size=320), tmp_path / "model.gguf", "f16")
+    with pytest.raises(ValueError, match=r"--method sft\. Give a folder or a hub id"):
+        load_model(ModelSettings(model_name_or_path=str(file), seq_length=64))

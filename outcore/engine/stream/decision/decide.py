@@ -82,7 +82,7 @@ class StreamDecision:
         lines += [f"engine: {note}" for note in self.notes]
         if self.nvme_path is not None:
             lines.append(f"engine: {choose_verification(self.told.nvme_checksums).words}")
-        unused = f"engine: without effect here, of the DeepSpeed file: {grouped(self.unused, most=2)}"
+        unused = f"engine: of --deepspeed_config only DeepSpeed's engine uses {grouped(self.unused, most=2)}"
         return [*lines, *([unused] if self.unused else [])]
 
     def record(self) -> dict[str, Any]:
