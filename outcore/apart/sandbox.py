@@ -16,6 +16,7 @@ import ast
 import builtins
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import resource
@@ -38,6 +39,8 @@ NEW_USER, NEW_OTHERS = 0x10000000, 0x20000 | 0x4000000 | 0x8000000 | 0x20000000 
 """unshare(2): users; mounts, host name, shared memory, processes, network."""
 NO_SETUID, BIND_ALL, PRIVATE_ALL = 2, 0x1000 | 0x4000, 0x4000 | 0x40000
 """Flags of mount(2)."""
+KEYCTL, JOIN_SESSION_KEYRING = {"x86_64": 250, "aarch64": 219}, 1
+"""keyctl(2), by machine; refused to us, it is to the code."""
 MOUNT_SETATTR, HERE, RECURSIVE, READ_ONLY_NO_SETUID = 442, -100, 0x8000, 1 | 2
 DEATH_SIGNAL, DUMPABLE, NO_NEW_PRIVILEGES = 1, 4, 38
 """Options of prctl(2)."""
@@ -128,7 +131,11 @@ class Sandbox:
         first = os.fork()
         if not first:
             libc.prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+            Path("/proc/self/oom_score_adj").write_text("1000")  # where RAM ends, this ends and not the training
             if self._is_apart:
+                # Else it has the keys of the user's session.
+                is_refused = libc.syscall(KEYCTL[os.uname().machine], JOIN_SESSION_KEYRING, None) < 0
+                _checked("keyctl", is_refused and ctypes.get_errno() not in (errno.EPERM, errno.ENOSYS))
                 _change_root(libc)
             libc.prctl(DUMPABLE, 0, 0, 0, 0)  # nobody inside may look into it
             first = os.fork()
@@ -145,12 +152,13 @@ class Sandbox:
             os.dup2(end, place)
         os.closerange(len(high), failing)
         os.closerange(failing + 1, 1 << 16)
-        for name, most in (("CPU", CPU_S), ("FSIZE", FILE_BYTES), ("NPROC", PROCESSES), ("NOFILE", FILES), ("CORE", 0)):
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
         if gives_up_root:  # whom no limit of processes holds
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
+        # Not before: exec would fail where others' processes of nobody are as many.
+        for name, most in (("CPU", CPU_S), ("FSIZE", FILE_BYTES), ("NPROC", PROCESSES), ("NOFILE", FILES), ("CORE", 0)):
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
         libc.prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
         os.execve(self._python, [self._python, "-ISBc", self._source, role, self._path], ENVIRONMENT)

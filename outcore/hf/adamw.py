@@ -54,8 +54,12 @@ class RamGradient(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = args[0] if args and not kwargs and isinstance(args[0], cls) else None
-        if given is not None:
+        given = args[0] if args and isinstance(args[0], cls) else None
+        if given is not None and func in _PAST_VERSIONS:
+            given.known = -1, 0.0
+        elif given is not None and func is torch.Tensor.__deepcopy__:
+            return given.as_subclass(torch.Tensor).clone()
+        elif given is not None and not kwargs:
             if func is torch.linalg.vector_norm and args[1:] in ((), (2,)) and (optimizer := given.optimizer()):
                 return torch.tensor(optimizer.sumsq_of(given) ** 0.5, dtype=given.dtype)
             if func is torch.Tensor.mul_ and _is_one(*args[1:]):
@@ -66,8 +70,14 @@ class RamGradient(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
-_AS_PLAIN = (torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__, torch.Tensor.__repr__)
-"""Operations on the values alone: a copy or a pickle of a gradient knows no optimizer."""
+_AS_PLAIN = (torch.Tensor.__reduce_ex__, torch.Tensor.__repr__)
+"""Operations on the values alone: a pickle of a gradient knows no optimizer."""
+_PAST_VERSIONS = (
+    torch.Tensor.data.__get__, torch.Tensor.data.__set__,  # pyright: ignore[reportAttributeAccessIssue]
+    torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.untyped_storage, torch.Tensor.data_ptr,
+    torch.Tensor.__dlpack__,
+)  # fmt: skip
+"""Ways to change values that leave the tensor's version as it is."""
 
 
 def _is_one(factor: Any) -> bool:
@@ -168,7 +178,8 @@ class StreamedAdamW(torch.optim.Optimizer):
     def sumsq_of(self, wanted: RamGradient) -> float:
         """Sum of squares of a gradient; with it those of all whose values have changed since they were summed."""
         if not wanted.is_summed:
-            grads = [p.grad for p in self._places if isinstance(p.grad, RamGradient) and not p.grad.is_summed]
+            held = [wanted, *(p.grad for p in self._places if p.grad is not wanted)]  # perhaps let go of by all others
+            grads = [grad for grad in held if isinstance(grad, RamGradient) and not grad.is_summed]
             found = self._sums([grad.detach().reshape(-1) for grad in grads])
             for grad, sumsq in zip(grads, found, strict=True):
                 grad.known = grad._version, sumsq
@@ -234,7 +245,7 @@ class StreamedAdamW(torch.optim.Optimizer):
 
 
 def _wrap_gradient(optimizer: weakref.ref[StreamedAdamW], p: nn.Parameter) -> None:
-    if p.grad is not None and not isinstance(p.grad, RamGradient) and not p.grad.is_sparse:
+    if p.grad is not None and not isinstance(p.grad, RamGradient) and not (p.grad.is_sparse or p.grad.requires_grad):
         p.grad = RamGradient.of(p.grad, optimizer)
 
 

@@ -1,10 +1,13 @@
 """Code in a sandbox: what it may, what it reaches for in vain, and that it never says its own verdict."""
 
+import ctypes
 import os
 import select
 import socket
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,6 +116,36 @@ def f():
     return ['OUTCORE_SECRET' in os.environ, os.path.exists('/proc/1'), os.getppid(), os.getuid() == 0]
 """
     assert judge(code, "assert f() == [False, False, 1, False]") == PASSES
+
+
+def test_the_keys_of_the_users_session_are_not_there(judge: Callable[..., CodeVerdict]) -> None:
+    libc, number = ctypes.CDLL(None), sandbox.KEYCTL[os.uname().machine]
+    add_key, session, search, unlink = number - 2, -3, 10, 9
+    key = libc.syscall(add_key, b"user", b"outcore-sandbox", b"secret", 6, session)
+    if key < 0:
+        pytest.skip("keys are refused to us, too")
+    code = f"import ctypes\ndef f():\n    search = {number}, {search}, {session}, b'user', b'outcore-sandbox', 0\n"
+    code += "    return ctypes.CDLL(None).syscall(*search)"
+    try:
+        assert judge(code, "assert f() == -1") == PASSES
+    finally:
+        libc.syscall(number, unlink, key, session)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="who is not root stays who he is")
+def test_others_processes_of_nobody_do_not_count(judge: Callable[..., CodeVerdict]) -> None:
+    options: Any = {"stdin": subprocess.PIPE, "user": sandbox.NOBODY, "cwd": "/"}
+    others = [subprocess.Popen(["/bin/cat"], **options) for _ in range(sandbox.PROCESSES + 1)]
+    try:
+        assert judge("def f():\n    return 1", "assert f() == 1") == PASSES
+    finally:
+        for other in others:
+            other.communicate()
+
+
+def test_the_sandbox_ends_first_where_ram_ends() -> None:
+    code = "def f():\n    return int(open('/proc/self/oom_score_adj').read())"
+    assert Sandbox(is_apart=False).judge(code, ["assert f() == 1000"], None, WALL_S) == PASSES
 
 
 def test_limits(judge: Callable[..., CodeVerdict]) -> None:

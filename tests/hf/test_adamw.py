@@ -118,6 +118,43 @@ def test_a_trainer_clips_and_asks_for_the_norm_as_of_plain_gradients(max_norm: f
             assert type(copied) is torch.Tensor and torch.equal(copied, ours)
 
 
+def test_a_gradients_norm_is_that_of_its_values_whoever_changed_or_holds_them() -> None:
+    """Past torch's count of versions, too, and of one that no parameter has any more."""
+    model = outcore.hf.stream(tiny().train())
+    kept = outcore.hf.optimizer(model, 1e-2)
+    gradients(model)
+    grads = [p.grad for p in model.parameters()]
+    whole = torch.nn.utils.get_total_norm(grads)
+    for p in model.parameters():
+        p.grad.data.mul_(0.5)
+    torch.testing.assert_close(torch.nn.utils.get_total_norm(grads), whole / 2)
+    for p in model.parameters():
+        p.grad.data = p.grad.data / 2
+    torch.testing.assert_close(torch.nn.utils.get_total_norm(grads), whole / 4)
+    grads[0].numpy(force=True)[:] = 0.0
+    assert torch.linalg.vector_norm(grads[0]) == 0
+    kept.zero_grad()
+    gradients(model)
+    held = [p.grad for p in model.parameters()]
+    kept.zero_grad()
+    torch.testing.assert_close(torch.nn.utils.get_total_norm(held), whole)
+
+
+def test_copies_of_gradients_are_each_ones_own() -> None:
+    model = outcore.hf.stream(tiny().train())
+    kept = outcore.hf.optimizer(model, 1e-2)
+    gradients(model)
+    grads = [p.grad for p in model.parameters()]
+    for copied, grad in zip(copy.deepcopy(grads), grads, strict=True):
+        assert torch.equal(copied, grad)
+    one, other = copy.deepcopy([grads[0], grads[0]])
+    assert one is other and type(one) is torch.Tensor and kept.param_groups
+    linear = torch.nn.Linear(2, 2)
+    kept = outcore.hf.optimizer(linear)
+    linear(torch.ones(1, 2)).square().sum().backward(create_graph=True)
+    assert linear.weight.grad is not None and linear.weight.grad.requires_grad
+
+
 def test_gradients_take_the_memory_of_those_that_were_let_go() -> None:
     model = outcore.hf.stream(tiny().train())
     layer = [p for name, p in model.named_parameters() if ".layers." in name]
