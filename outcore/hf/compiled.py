@@ -31,10 +31,13 @@ class CompiledForwards:
         self._path = path
         self.why_not = ""
         """The reason why these layers run eagerly from now on."""
+        self._forwards = dict[type, Any]()
+        """Forwards of the modules inside, by class, as they were at first."""
 
     def suits(self, layer: nn.Module) -> bool:
         """Whether this layer may run compiled now."""
-        return not self.why_not and layer.training and not torch_module._has_any_global_hook() and _is_plain(layer)
+        is_wanted = not self.why_not and layer.training and not torch_module._has_any_global_hook()
+        return is_wanted and all(self._is_plain(module) for module in layer.modules() if module is not layer)
 
     def give_up(self, reason: str) -> None:
         """Run these layers eagerly from now on."""
@@ -48,6 +51,13 @@ class CompiledForwards:
         text = str(error).strip().splitlines()
         self.give_up(f"torch.compile failed ({type(error).__name__}: {text[0][:300] if text else ''})")
 
+    def _is_plain(self, module: nn.Module) -> bool:
+        """Whether calling a module is calling the forward that its class had at first, and nothing else."""
+        forward = type(module).forward
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        is_own = "forward" not in module.__dict__ and self._forwards.setdefault(type(module), forward) is forward
+        return is_own and not any(hooks)
+
 
 @cache
 def compiled_forward(forward: Callable[..., Any]) -> Any:
@@ -56,13 +66,3 @@ def compiled_forward(forward: Callable[..., Any]) -> Any:
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, MAX_VARIANTS)
     return torch.compile(forward, fullgraph=True, dynamic=True)
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    inner = [module for module in layer.modules() if module is not layer]
-    return not any("forward" in module.__dict__ or _has_hooks(module) for module in inner)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(kinds)

@@ -97,6 +97,14 @@ def test_a_hook_or_another_forward_within_a_layer_is_run(compiler: list[str]) ->
     del inner[1].forward
     gradients(model)
     assert len(seen) == 4 and len(compiler) > count
+    count = len(compiler)
+    kind = type(inner[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "forward", lambda self, x: 2 * forward(x))
+        gradients(model)
+        assert len(compiler) == count
+    gradients(model)
+    assert len(compiler) > count
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
