@@ -17,9 +17,7 @@ import builtins
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
-import resource
 import select
 import signal
 import sys
@@ -146,6 +144,9 @@ class Sandbox:
         os._exit(0)
 
     def _become(self, libc: Any, role: str, ends: Sequence[int], failing: int, *, gives_up_root: bool) -> None:
+        import fcntl  # here: Windows, which has no sandbox, has neither
+        import resource
+
         null = os.open(os.devnull, os.O_RDWR)
         high = [fcntl.fcntl(end, fcntl.F_DUPFD, failing + 1) for end in (ends[0], null, null, *ends[1:])]
         for place, end in enumerate(high):  # `failing` is behind all pipes, which were made before
@@ -303,5 +304,7 @@ def run_tests(given: str) -> None:
 if __name__ == "__main__":
     sys.path = ast.literal_eval(sys.argv[2])
     sys.set_int_max_str_digits(0)
+    import resource
+
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))  # which the process before exec may exceed
     {"code": run_code, "tests": run_tests}[sys.argv[1]](sys.stdin.read())

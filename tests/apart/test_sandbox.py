@@ -91,7 +91,7 @@ def test_nothing_is_written_and_nothing_of_ours_is_read(judge: Callable[..., Cod
         code = f"import ctypes\ndef f():\n    return ctypes.CDLL(None).open({str(file).encode()!r}, 0o101, 0o600)"
         assert judge(code, "assert f() == -1") == PASSES, "which is told only where Python sees it"
     assert own.read_text() == "secret" and not home.exists()
-    there = [str(own), str(Path.cwd()), str(Path.home() / ".ssh")]
+    there = [str(own), str(Path.cwd() / "README.md"), str(Path.home() / ".ssh")]
     code = f"import os\ndef f():\n    return [os.path.exists(path) for path in {there}]"
     assert judge(code, "assert f() == [False] * 3") == PASSES
     code = "import os\ndef f():\n    open('/tmp/outcore-sandbox', 'w').write('a')\n    return os.listdir('/tmp')"

@@ -206,8 +206,9 @@ class DeepSpeedEngine:
         plans: list[TensorPlan],
         value: Callable[[str], torch.Tensor],
         on_file: Callable[[Path, int], None] | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> list[tuple[str, list[TensorPlan]]]:
-        shards = plan_shards(plans, stem, MAX_SHARD_BYTES)
+        shards = plan_shards(plans, stem, max_shard_bytes)
         for file_name, group in shards:
             if self.rank == 0:
                 crc = write_shard(folder / file_name, group, value)

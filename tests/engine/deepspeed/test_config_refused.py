@@ -35,7 +35,7 @@ from tests.refused import refused
     ({"zero_optimization": {"offload_param": {"device": "cpu", "pin_memory": 1}}}, {}, {}, "pin_memory"),
     ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {}, {}, "contradict each other"),
     ({"bf16": {}, "bfloat16": {}}, {}, {}, "same block"), ({"bf16": {"enabled": "yes"}}, {}, {}, "bf16.enabled"),
-    ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, INFINITY, {}, "master_weights"),
+    ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, {"zero_stage": 2}, {}, "master_weights"),
     ({"data_types": {"grad_accum_dtype": "fp32"}}, {"zero_stage": 0}, {}, "grad_accum_dtype"),
     ({"data_types": {"grad_accum_dtype": "fp8"}}, {}, {}, "grad_accum_dtype"),
     ({"data_types": {"param_dtype": "fp32"}}, {}, {}, "param_dtype"),

@@ -162,7 +162,17 @@ def test_no_library_talks_between_the_lines(kind: str) -> None:
         env=fresh_env(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1"), cwd=os.getcwd(), capture_output=True, text=True,
     )  # fmt: skip
     assert child.returncode == 0, child.stderr
-    ours = ("precision:", "device:", "data:", "model:", "step ", "done:", "log and loss curve:", "answers end")
+    ours = (
+        "precision:",
+        "device:",
+        "data:",
+        "model:",
+        "step ",
+        "done:",
+        "log and loss curve:",
+        "checkpoints:",
+        "answers end",
+    )
     strange = [line for line in (child.stdout + child.stderr).splitlines() if line and not line.startswith(ours)]
     assert not strange
 
