@@ -157,7 +157,7 @@ class Sandbox:
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
-        # Not before: exec would fail where others' processes of nobody are as many.
+        # Last: exec fails where the user nobody has more processes than NPROC, also outside.
         for name, most in (("CPU", CPU_S), ("FSIZE", FILE_BYTES), ("NPROC", PROCESSES), ("NOFILE", FILES), ("CORE", 0)):
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
         libc.prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)

@@ -126,7 +126,7 @@ class LayerVisit:
         return tuple(outputs), kept
 
     def backward(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> Grads:
-        """Grads of the tensors that want one; those of the trained parameters are on their way to RAM."""
+        """Gradients of the tensors that want one; those of the trained parameters are on their way to RAM."""
         values = list(saved) if self._home is None else [self._home.take(), *saved]
         kept = dict(zip(self._kept, values, strict=True))
         below = None if self._below is None else self._below()

@@ -88,7 +88,7 @@ class Reader:
 
     @classmethod
     def of(cls, shape: ModelShape, request: RunRequest, hardware: Hardware, seq: int, answers: int) -> Reader:
-        """Count the reading of so many `answers`, each with its prompt of `seq` tokens."""
+        """Count what reading `answers` texts takes, each of `seq` tokens with its prompt."""
         e, rows = request.element_bytes, min(answers, READ_ROWS)
         ends_bytes = 0 if hardware.is_cpu else e * (shape.embedding_params + shape.head_params)
         features = sum(map(sum, shape.layer_matrices)) / shape.num_layers

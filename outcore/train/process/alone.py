@@ -134,7 +134,7 @@ class BatchesAhead:
         return self._coming.popleft().result()
 
     def begin(self, count: int) -> None:
-        """Have so many batches made, or on their way."""
+        """Start making batches until `count` are ready or being made."""
         while len(self._coming) < count:
             self._coming.append(self._pool.submit(next, self.batches))
 
